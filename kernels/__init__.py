@@ -1,4 +1,4 @@
-"""Cache formats, their meaning in plain PyTorch, and the Triton kernels that agree with it.
+"""Cache formats, their specification in plain PyTorch, and the Triton kernels that agree with it.
 
 This folder imports only ``kvcompile.compat``. README.md lists its rooms and defines its words.
 """

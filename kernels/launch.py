@@ -73,7 +73,7 @@ def attention(
         k_format, v_format: :attr:`PackedLayout.spec` of keys and values.
         v_head_dim: channels of a value.
         ranges: :func:`visible_range` of a bool mask, int32 [batch or 1, q_len, 3]; computed here if it is None.
-        out_lse: float32 [batch, num_heads, q_len, 2], which takes the log-sum-exp; None if nobody needs it.
+        out_lse: float32 [batch, num_heads, q_len, 2], which takes the log-sum-exp; None if it is not needed.
         new_keys, new_values: tokens that the same call has written, to which attention is exact, for layouts that
             take them. Without ``v_data`` both are the same.
 
@@ -192,7 +192,7 @@ def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tupl
 def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, Splits]:
     """Attention on packed tokens, without dequantizing them first.
 
-    Arguments and results are the same as in :func:`attend_prefill`, but for the splits.
+    Arguments and results are the same as in :func:`attend_prefill`, apart from the splits.
     """
     batch, num_heads, q_len, _ = call.query.shape
     num_kv_heads, group_size = call.k_data.shape[2], call.group_size

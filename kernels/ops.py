@@ -1,10 +1,13 @@
 """The operators ``kvcompile::*``, which rewritten graphs call.
 
-``store`` means :func:`kvcompile.kernels.spec.packing.write_tokens_`, and ``store_pair`` means two stores. ``attention``
-means :func:`kvcompile.kernels.spec.attention.attend`, ``attention_part``
-:func:`kvcompile.kernels.spec.attention.attend_part`, and ``visible_range``
-:func:`kvcompile.kernels.tiles.visible_range.visible_range`. These functions run on a CPU, and Triton kernels that agree
-with them on a GPU. No operator is differentiable.
+Plain-PyTorch functions specify the operators:
+
+- ``store``: :func:`kvcompile.kernels.spec.packing.write_tokens_`. ``store_pair`` is two stores.
+- ``attention``: :func:`kvcompile.kernels.spec.attention.attend`.
+- ``attention_part``: :func:`kvcompile.kernels.spec.attention.attend_part`.
+- ``visible_range``: :func:`kvcompile.kernels.tiles.visible_range.visible_range`.
+
+These functions run on a CPU. Triton kernels that agree with them run on a GPU. No operator is differentiable.
 
 ``attention`` without ``v_data`` takes ``k_data`` as values, too. ``v_format`` and ``v_head_dim`` must then equal the
 format and head_dim of keys, and ``new_keys`` are also the new values. New tokens need both their vectors and their

@@ -10,7 +10,7 @@ was computed in this batch, in an earlier one, or by another sequence with the s
 
 There are two kinds of batches:
 
-- With ``block_table`` each sequence has one new token. Its pages are gathered, and each sequence attends to its own.
+- With ``block_table`` each sequence has one new token. The pages of a sequence are gathered, and it attends to them.
 - Without it, ``write_slots`` and ``read_slots`` name the slots of the new and of the visible tokens. Without
   ``read_slots`` the new tokens are the visible ones. All tokens are gathered as one sequence, and a mask hides the
   tokens of other sequences.

@@ -28,7 +28,7 @@ class PackedInput:
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         growing: whether it grows by concatenation.
         is_cache: whether the caller can pass the packed data of a whole cache. False for a view of some other part.
-        shard: the tokens that it holds, of a cache that several ranks hold together.
+        shard: the tokens that it holds, if several ranks hold the cache together.
     """
 
     layout: PackedLayout
@@ -50,8 +50,8 @@ class StackInput:
 class GraphInput:
     """One input of the ATen graph, as the caller knows it.
 
-    A list of these, in the order of the graph's placeholders, is the only record of positions. Dynamo's position is an
-    attribute. AOTAutograd's position is the place in the list. A stack that is split adds its parts to the list.
+    A list of inputs, in the order of the graph's placeholders, is the only record of positions. The place in the list
+    is the position in AOTAutograd's graph. The list also has the parts of each stack that is split.
 
     Attributes:
         source: Dynamo's name of the input, such as ``L['cache'].layers[0].keys``.
@@ -104,8 +104,8 @@ class InputAction:
 
     Attributes:
         index: position among the graph's inputs.
-        kind: the caller passes packed data. For ``growing`` it first reserves room for ``new_tokens``. For
-            ``functional`` it passes a copy, which becomes an output. The caller's own cache stays unchanged.
+        kind: the kind of the cache. The caller passes packed data. For ``growing`` it first reserves room for
+            ``new_tokens``. For ``functional`` it passes a copy, which becomes an output; its own cache does not change.
         layout: the layout of the packed cache.
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         new_tokens: tokens that the graph appends, an int or SymInt.
@@ -130,7 +130,7 @@ class InputAction:
 
     @property
     def makes_cache(self) -> bool:
-        """Whether the call makes a new cache of the caller's, which it neither changes nor adopts."""
+        """Whether the call makes a new cache from the caller's cache, which it neither changes nor adopts."""
         return self.kind in ("functional", "growing")
 
     @property

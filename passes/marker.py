@@ -7,8 +7,8 @@ computes attention, which only Dynamo's graph knows.
 The operand ``original`` of a marker is the result of the attention as the model computes it, and the marker has its
 value. Both travel side by side through AOTAutograd and Inductor's joint passes. Packing then replaces the marker. A
 packed site gets attention on packed caches, and the original computation is erased. A refused site gets ``original``,
-and the remaining graph is, operation by operation, what plain Inductor would have compiled. Nothing has to be
-remembered beside the graph.
+and the remaining graph is, operation by operation, the graph that plain Inductor would have compiled. No state is kept
+outside of the graph.
 
 The op has no kernel, because packing replaces every marker.
 """

@@ -37,7 +37,7 @@ class Packing:
         refused: the sites that a check of an earlier rewrite refuses, by position.
         packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.
         stacks: the inputs that were split into their parts.
-        divided: the inputs and outputs whose heads got a dimension of their own.
+        divided: the inputs and outputs whose heads got a separate dimension.
         candidates: the sites, in the order of the graph, with their proven caches.
         notes: the role of each node, and its site.
         surroundings: the nodes around each site, before and after the rewrite.

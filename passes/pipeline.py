@@ -1,7 +1,7 @@
 """The passes that pack a functional ATen graph, in order.
 
-:data:`PIPELINE` lists everything that happens to a graph between AOTAutograd and Inductor. Each pass relies on what the
-earlier passes keep. :func:`run` carries the list out; docs/passes.md shows it.
+:data:`PIPELINE` lists all changes of a graph between AOTAutograd and Inductor. Each pass relies on the conditions that
+earlier passes keep. :func:`run` runs the passes; docs/passes.md shows the list.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _fuse_attention(packing: Packing) -> None:
         attention = candidate.attention
         assert attention is not None, "an accepted site has its caches proven"
         if isinstance(attention, ComputedAttention):
-            continue  # it stays as the model wrote it, on what is computed from dequantized caches
+            continue  # it stays unchanged, on keys or values that are computed from dequantized caches
         packing.reduces_masks |= Marker.of(attention.marker).hidden_rows_are_nan
         key, value = (packing.layouts[cache.root][1] for cache in (attention.key, attention.value))
         with packing.notes.attending(packing.gm, candidate.site):
@@ -269,7 +269,7 @@ PIPELINE = (
     Pass(
         "settle_sites",
         lambda packing: settle_sites(packing.candidates),
-        "Each site has been judged on its own.",
+        "Each site has been judged alone.",
         "All sites that read one cache are accepted, or all are refused. The graph is unchanged.",
     ),
     DECIDED,
@@ -307,7 +307,7 @@ PIPELINE = (
         "expand_pools",
         lambda packing: expand_pools(packing.gm.graph),
         "Pools of accepted sites are packed.",
-        "Refused pools are indexed as the model wrote it. The graph holds no operator that only the passes know.",
+        "Refused pools are indexed as in the model. The graph holds no operator that only the passes know.",
     ),
     Pass(
         "share_values",

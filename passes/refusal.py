@@ -1,4 +1,4 @@
-"""The reasons why a site is left to plain Inductor, with their remedies: one list of all that a user can read."""
+"""The complete list of reasons why a site is left to plain Inductor, with their remedies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reason(enum.Enum):
     part_of_tensor = (
         "its {role} cache is a part of {source}, {detail}",
         "select every cache by constant indices (kv[0], cache[layer, 1], kv[:, 0]), write one or all of them and use "
-        "the tensor in no other way in the compiled function, or keep the caches in tensors of their own",
+        "the tensor in no other way in the compiled function, or keep the caches in separate tensors",
     )
     gathered = (
         "its {role} is gathered by an index from {source}, {detail}",
@@ -53,7 +53,7 @@ class Reason(enum.Enum):
     )
     joined = (
         "its {role} is joined from several caches by {op}",
-        "attend to each cache in an attention of its own, or keep all tokens in one cache",
+        "compute a separate attention for each cache, or keep all tokens in one cache",
     )
     already_quantized = (
         "its {role} cache {source} holds {dtype}: the model quantizes it, and dequantizes it in this graph",
@@ -163,7 +163,7 @@ class Reason(enum.Enum):
     )
     input_mismatch = (
         "AOTAutograd changed the graph's inputs ({detail}), so caches cannot be identified",
-        "pass every cache as a tensor of its own, which overlaps no other input",
+        "pass every cache as a separate tensor, which overlaps no other input",
     )
     differs = (
         "verify: the rewritten graph differs from the original in {what} ({detail}); {dump} has both graphs and the "
@@ -181,15 +181,15 @@ class GiveUp(Exception):
 
 
 class Refusal(GiveUp):
-    """Raised where it is found that something cannot be packed.
+    """Raised by the check that finds that a site or an input cannot be packed.
 
     It may be raised before the site is known. Then it lacks particulars, such as the role of the cache, and
     :meth:`with_particulars` completes it.
 
     Attributes:
-        reason: why.
-        particulars: what fills the message of ``reason``, as text.
-        note: what else the user should know; it follows the message.
+        reason: the reason.
+        particulars: the texts that fill the placeholders in the message of ``reason``.
+        note: a further text for the user, which follows the message.
     """
 
     def __init__(self, reason: Reason, **particulars: object) -> None:

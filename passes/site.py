@@ -1,4 +1,4 @@
-"""One attention site as the passes know it: where it is, what was decided, and why it was refused."""
+"""One attention site: its place in the model, the decision of the passes, and the reason of a refusal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcompile.passes.refusal import Reason, Refusal
 
 @dataclass(frozen=True)
 class FormatPair:
-    """How one layer's cache is stored.
+    """The formats of one layer's cache.
 
     Attributes:
         key: registry name of the format of keys.
@@ -84,7 +84,7 @@ class Site:
     Attributes:
         module: qualified name of the module that calls attention (``model.layers.0.self_attn``), or "" at top level.
         layer: the layer index in that name, if it has one.
-        attention: what was recognised, e.g. ``sdpa causal, gqa 4``.
+        attention: the recognised form of attention, e.g. ``sdpa causal, gqa 4``.
         caches: its packed caches; empty when refused.
         reason: why plain Inductor compiles the site; None when it was rewritten.
         reason_code: a short stable name of that reason, e.g. ``escaping_view``.
@@ -113,5 +113,5 @@ class Site:
 
 
 def num_layers(sites: Sequence[Site]) -> int:
-    """How many layers the sites of one graph come from."""
+    """The number of layers that the sites of one graph belong to."""
     return 1 + max((site.layer or 0 for site in sites), default=0)

@@ -1,7 +1,7 @@
 """Tuned configurations of the attention kernels, by compute capability and format.
 
 Each table has the configurations that were measured to be the fastest on one kind of device, and a portable default for
-all other devices. ``python benchmarks/decode.py`` measures what they reach.
+all other devices. ``python benchmarks/decode.py`` measures their speed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcompile.kernels.layout.operand import PackedOperand
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How to run an attention kernel.
+    """The launch configuration of an attention kernel.
 
     Attributes:
         rows: query rows of a program, a power of two and at least 4. A KV head has as many query rows as its query
@@ -26,7 +26,7 @@ class AttentionConfig:
         num_stages: tiles that are loaded ahead.
         max_registers: most registers of a thread; None leaves the number to the compiler.
         programs_per_sm: programs for each streaming multiprocessor, which determine the number of splits. A
-            multiprocessor has room for as many at once, and often for more.
+            multiprocessor has room for at least this many at once.
     """
 
     rows: int
@@ -93,7 +93,7 @@ def attention_config(
         shared_memory: the most bytes of shared memory of a program.
         key, value: compile-time descriptions of keys and values.
         rows: query rows per KV head.
-        mask_per_row: whether there is a mask that differs between the rows of a KV head.
+        mask_per_row: whether there is a per-row mask, which differs between the query rows of a KV head.
         float32: whether products are computed in float32.
     """
     config = _tuned_config(capability, key, value, rows, mask_per_row, float32)
@@ -118,7 +118,7 @@ def _tuned_config(
         config = DECODE.get(kind, PORTABLE)
         if rows <= 4 and key.multiplies_integers:
             config = DECODE_DIGITS.get(kind, config)
-    # A tile of keys with scales per channel must be one block, or have one block per warp. With a mask for each row
+    # A tile of keys with scales per channel must be one block, or have one block per warp. With a per-row mask
     # Triton 3.6 and 3.7 fail on the second kind if the keys have zero points (``applyLinearLayout``).
     tiles = (key.block_tokens,) if mask_per_row else (key.block_tokens, key.block_tokens * config.num_warps)
     if key.granularity == "channel" and config.tokens not in tiles:

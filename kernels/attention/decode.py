@@ -16,8 +16,8 @@ The law of formats, ``x = scale * level + zero``, keeps scales out of the produc
 with static scales in ``q`` (keys) and in the output (values). The weight of a value is
 ``p * v_scale = exp2(x + log2(v_scale))``, and the running maximum is taken over ``x + log2(v_scale)``. Weights then lie
 in [0, 1] whatever the magnitude of the values. Shifted by 2**15, they have full fp16 precision down to 2**-29 of the
-largest weight, and an error of at most 2**-40 of it below. The sums of ``p = weight / v_scale`` and of ``p * v_zero``
-are float32.
+largest weight. Smaller weights have an error of at most 2**-40 of the largest weight. The sums of
+``p = weight / v_scale`` and of ``p * v_zero`` are float32.
 
 A tensor core product has at least eight columns, and four query heads of a KV head fill only half of them. Each row
 then takes two neighbouring columns. Either the softmax skips every other column, or the two columns are the digits of
@@ -30,7 +30,7 @@ If the caches have exact blocks, the splits take turns at those first, see
 
 A device fetches the first 64 KiB of a kernel's code when it launches the kernel. Each line of code behind them costs a
 program 30 to 50 ns when it first runs, which a single warp per scheduler cannot hide. One loop therefore serves all
-tiles, and code that rarely runs is a function of its own at the end.
+tiles, and code that rarely runs is a separate function at the end.
 
 Reading beyond the visible tokens is safe. A tile loads only blocks that exist. Invisible tokens get a score of -inf, a
 scale of 1 and a zero point of 0, and every byte has a finite level.

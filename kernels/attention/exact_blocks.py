@@ -1,8 +1,8 @@
 """Attention to the exact blocks in the header of a packed cache.
 
-The loop over tiles of packed tokens hides exact blocks. A program attends to exact blocks after that loop, in a softmax
-of their own: the kernel that merges the splits adds its result. Exact rows are in the original basis, and so are the
-query and the output here. They need no rotation.
+The loop over tiles of packed tokens hides exact blocks. A program attends to exact blocks after that loop, in a
+separate softmax, whose result the kernel that merges the splits adds. Exact rows are in the original basis, and so are
+the query and the output here. They need no rotation.
 
 Work is shared out in *items*, which are runs of rows of one entry. An item has about as many bytes as a tile of packed
 tokens. The splits take turns at the items first, and then at the tiles, so that all have equal work. A program
@@ -10,7 +10,7 @@ prefetches the rows of its first item when it starts, before it knows which bloc
 
 A block may be exact for keys only, or for values only. The rows of the other operand are then decoded. If keys and
 values have the same number of entries, this is rare: their blocks differ only if keys and values were written to
-different tokens. Decoding takes many instructions, and is then a function of its own.
+different tokens. Decoding takes many instructions, and is therefore a separate function.
 """
 
 from __future__ import annotations

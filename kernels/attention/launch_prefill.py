@@ -40,7 +40,7 @@ CUDNN_FLOPS = 4e12
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How to run the prefill kernel: query rows of a program, tokens of a tile, warps, and tiles loaded ahead.
+    """The launch configuration of prefill: query rows of a program, tokens of a tile, warps, and tiles loaded ahead.
 
     The tokens of a tile divide BLOCK_TOKENS.
     """

@@ -45,7 +45,7 @@ def products_of(levels, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
 
 @jit
 def _scaled_products_of(levels, scale, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
-    """``sum of scale * (level . q)`` over planes with scales of their own, float32 [tokens, rows]."""
+    """``sum of scale * (level . q)`` over planes with separate scales, float32 [tokens, rows]."""
     products = tl.dot(levels[0], q_planes[0], input_precision=PRECISION) * scale[0][:, None]
     OTHER_PLANES: tl.constexpr = KEY.num_planes - 1
     for plane in tl.static_range(OTHER_PLANES):
@@ -394,7 +394,7 @@ def accumulate(accs, levels, weight, decay, VALUE: tl.constexpr, PRECISION: tl.c
 
 @jit
 def _accumulate_planes(accs, levels, weight, scale, in_cache, decay, VALUE: tl.constexpr, PRECISION: tl.constexpr):
-    """:func:`accumulate` for planes with scales of their own, of which the weights contain the largest one."""
+    """:func:`accumulate` for planes with separate scales. The weights contain the largest of these scales."""
     largest = _largest_scale(scale, VALUE)
     inverse = 1.0 / tl.where(largest == 0, 1.0, largest)
     new_accs = ()

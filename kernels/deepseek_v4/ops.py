@@ -1,8 +1,8 @@
 """The operators ``kvcompile::quantize_and_insert_k_cache`` and ``kvcompile::dequantize_and_gather_k_cache``.
 
-They mean the functions of the same names in :mod:`kvcompile.kernels.formats.ds_mla_rows`. These functions run on a CPU,
-and Triton kernels that agree with them bit for bit on a GPU. Each operator changes one argument in place, the cache or
-``out``, and returns nothing. Tensors that do not fit raise a ValueError that names the argument. Slots, lengths and
+The functions of the same names in :mod:`kvcompile.kernels.formats.ds_mla_rows` specify them, and run on a CPU.
+Triton kernels that agree bit for bit run on a GPU. Each operator changes one argument in place, the cache or ``out``,
+and returns nothing. Tensors that do not fit raise a ValueError that names the argument. Slots, lengths and
 page numbers are data on the device. On a CPU, wrong ones raise a ValueError before anything is written. On a GPU they
 fail an assertion, like a wrong index in PyTorch.
 

@@ -129,7 +129,7 @@ def with_basis(fmt: Format, reference: str) -> Format:
 
 
 def of_heads(name: str, first: int, count: int) -> str:
-    """The name of a format for ``count`` of its KV heads, from ``first`` on; only calibrated formats have another."""
+    """The name of a format for ``count`` of its KV heads, from ``first`` on; it differs for calibrated formats only."""
     calibrated = _CALIBRATED.fullmatch(name)
     if not calibrated:
         return name

@@ -4,7 +4,7 @@ Every format obeys one law. It lets one store kernel and one attention kernel se
 
     decode(code, scale, zero) = static_scale * (scale * level(code) + zero)        (in the stored basis)
 
-``level`` maps a code to a number; integer, float and codebook formats differ in nothing else.
+``level`` maps a code to a number; integer, float and codebook formats differ only in this map.
 ``scale`` and ``zero`` are shared by all channels of a vector (granularity ``token``), by ``group_size`` channels of it
 (``group``), by the channels of a plane (``plane``), or by the 64 tokens of a block in one channel (``channel``). A
 format may have scales without zero points, or neither. ``static_scale`` is one number for all vectors of a cache, known
@@ -69,7 +69,7 @@ def computed_once(x: Tensor) -> Tensor:
 
 
 class Format(abc.ABC):
-    """A cache format. Every family of formats has one subclass, in a file of its own.
+    """A cache format. Every family of formats has one subclass, in a separate file.
 
     Attributes:
         name: the name in policies and in arguments of operators.
@@ -81,7 +81,7 @@ class Format(abc.ABC):
         group_size: channels of a group; 0 for other granularities.
         fixed_head_dim: the only head_dim that the format supports; None if it supports many.
         has_levels: whether the format obeys the law above, so that attention can be computed on its levels. A format
-            that does not overrides ``encode`` and ``decode_levels``, and has kernels of its own.
+            without levels overrides ``encode`` and ``decode_levels``, and has separate kernels.
         scale_dtype: dtype of scales; None if the format has no scales.
         zero_dtype: dtype of zero points; None if the format has no zero points.
         static_scale: a factor of all vectors, exact in float32; vectors are divided by it before they are quantized.

@@ -14,9 +14,9 @@ scores that lack it: scores of keys in full precision, or attention sinks.
 
 ``y`` may have fewer channels than ``x``: the other channels are not stored. A basis without matrices only has a mean.
 
-A format refers to its basis by a digest of the numbers (``turboquant_3bit_mean@3f9a0c12de45``). The name thus says all
-that matters: compiled graphs, guards and cache files need nothing else. A process knows the bases of the transforms
-files and cache files that it has loaded. ``@3f9a0c12de45_heads2-3`` are the KV heads 2 and 3 of a basis.
+A format refers to its basis by a digest of the numbers (``turboquant_3bit_mean@3f9a0c12de45``). The name is thus
+complete: compiled graphs, guards and cache files need nothing else. A process knows the bases of the transforms files
+and cache files that it has loaded. ``@3f9a0c12de45_heads2-3`` are the KV heads 2 and 3 of a basis.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def find(reference: str) -> Basis:
 
 
 def root(reference: str) -> dict[str, Tensor]:
-    """The tensors of the whole basis to which ``reference`` refers, or of whose heads it is."""
+    """The tensors of the whole basis to which ``reference`` refers, even if it names only some heads."""
     return find(reference[:DIGEST_DIGITS]).tensors
 
 

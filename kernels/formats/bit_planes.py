@@ -142,7 +142,7 @@ class WordPacking:
 
     Attributes:
         bits_of_planes: bits of a code in each plane.
-        num_parts: the runs of channels in a vector, of which the planes are the first.
+        num_parts: number of runs of channels in a vector; the planes are the first runs.
     """
 
     bits_of_planes: tuple[int, ...]

@@ -65,7 +65,7 @@ TRIED_STEPS = {
     5: range(-1, 2),
     6: range(-1, 6, 3),
 }
-"""The steps from the first scale to those that the encoder tries, by bits per code."""
+"""The steps from the first scale to each scale that the encoder tries, by bits per code."""
 
 LARGEST_BY_RMS = 2
 """The most bits per code with which the first scale is the root mean square."""
@@ -161,7 +161,7 @@ class LloydMax(Format):
 
     Args:
         bits: the bits of a code in each plane, 1 to 6; from one plane to four.
-        num_parts: runs of channels of a vector, of which the planes are the first; by default all.
+        num_parts: number of runs of channels in a vector; the planes are the first runs, by default all.
     """
 
     granularity = "plane"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 IN_BOTH_HALVES = 0x00010001
 SECOND_WHERE_THIRD = 0xD8
-"""The table of ``lop3`` that takes the bits of its second operand where the third has ones, and else of the first."""
+"""The table of ``lop3`` that takes bits of its second operand where the third has ones, and bits of the first else."""
 
 
 def last_below(threshold: float) -> float:

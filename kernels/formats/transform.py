@@ -33,7 +33,7 @@ class Transform(LloydMax):
         bits: the bits of a code in the four quarters, 0 to 6, in descending order; not all 0.
 
     Raises:
-        ValueError: the bits are not such numbers.
+        ValueError: the bits are not in this range and order.
     """
 
     is_calibrated = True

@@ -1,8 +1,8 @@
 """The operator ``kvcompile::gather``: it gathers tokens of a packed pool by their slots, as packed data of sequences.
 
-It means :func:`kvcompile.kernels.spec.gather.gather_tokens`. This function runs on a CPU, and a Triton kernel that
-agrees with it on a GPU. Tensors that do not fit raise a ValueError. A slot outside of the pool raises an IndexError on
-a CPU, and fails an assertion on a GPU. Importing this module needs neither Triton nor a GPU.
+:func:`kvcompile.kernels.spec.gather.gather_tokens` specifies it, and runs on a CPU. A Triton kernel that agrees with
+this function runs on a GPU. Tensors that do not fit raise a ValueError. A slot outside of the pool raises an IndexError
+on a CPU, and fails an assertion on a GPU. Importing this module needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations

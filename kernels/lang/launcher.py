@@ -23,7 +23,7 @@ _COMPILING_ONLY = ContextVar("compiling_only", default=False)
 
 @contextlib.contextmanager
 def compiling_only() -> Iterator[None]:
-    """In the block, launches of this thread only compile their kernels. Their tensors may be fake tensors."""
+    """A block in which launches of this thread only compile their kernels. Their tensors may be fake tensors."""
     token = _COMPILING_ONLY.set(True)
     try:
         yield

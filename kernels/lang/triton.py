@@ -1,4 +1,4 @@
-"""The one place that imports Triton; the files with kernels in Gluon also import Gluon.
+"""The import of Triton for all other files. The files with kernels in Gluon also import Gluon.
 
 Triton exists for Linux only. Without it ``triton`` and ``tl`` are None, and :func:`jit`, :func:`constexpr_function` and
 :func:`constant` return stand-ins. Every file of kernels can then still be imported, and the plain-PyTorch paths run.

@@ -42,7 +42,7 @@ def operand_of(layout: PackedLayout, data: Tensor, float32: bool) -> LatentOpera
 
 
 def config_of(call: AttentionCall) -> AttentionConfig:
-    """How to run :func:`attend_latents`; the configuration also selects the kernel."""
+    """The launch configuration of :func:`attend_latents`, which also selects the kernel."""
     rows = call.group_size * call.query.shape[2]
     has_gluon = launch_hopper_latent_attention is not None
     return latent_config(launcher.capability_of(call.query.device), rows, call.query.dtype == torch.float32, has_gluon)

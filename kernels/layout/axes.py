@@ -28,7 +28,7 @@ RANK_3_AXES = ("btd", "tbd", "htd", "thd")
 
 
 TRANSPOSED_RANK_3_AXES = ("bdt", "hdt")
-"""The same with tokens last."""
+"""The orders of a cache of three dimensions whose tokens are last."""
 
 
 MERGED_AXES = ("btm", "tbm")

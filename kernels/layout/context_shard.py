@@ -99,7 +99,7 @@ class ContextShard:
 
         Args:
             mask: a mask that broadcasts to [batch, num_heads, q_len, kv_len], bool or float; None for a causal mask
-                with ``q_len``, or for no mask without.
+                if ``q_len`` is given, and for no mask otherwise.
             num_tokens: tokens for which this rank has room.
             kv_len: the tokens of the cache that attention sees.
             q_len: query positions of a causal mask; None without.

@@ -24,7 +24,7 @@ class ExactBlocks:
 
     Attributes:
         dtype: Triton dtype of exact tokens.
-        sink_blocks: number of first blocks, each of which has an entry of its own.
+        sink_blocks: number of first blocks, each with a separate entry.
         recent_blocks: number of entries that all other blocks share.
         num_entries: number of all entries.
         padded_entries: ``num_entries`` rounded up to a power of two.
@@ -79,7 +79,7 @@ class PackedOperand:
         has_zero: whether there are zero points.
         zero_offset: byte offset of the zero points in a block.
         zero_dtype: Triton dtype of the zero points; None without zero points.
-        takes_static_scale: whether vectors have a static scale, which is an argument of kernels and no constant.
+        takes_static_scale: whether vectors have a static scale, which is an argument of kernels and not a constant.
         block_tokens: tokens of a block.
         block_bytes: bytes of a block.
         gain: levels of the specification over levels of the codec.
@@ -192,7 +192,7 @@ def operand_and_scale(
     """
     layout = PackedLayout.parse(spec, role, head_dim)
     if not layout.format.has_levels:
-        raise ValueError(f"{spec} has no codec; it has kernels of its own, in kvcompile.kernels.latent")
+        raise ValueError(f"{spec} has no codec; it has separate kernels, in kvcompile.kernels.latent")
     unscaled = replace(layout, format_name=layout.format.kernel_name)
     return packed_operand(unscaled.spec, role, head_dim, float32, ptx, by_reference), layout.format.static_scale
 

@@ -14,8 +14,8 @@ BLOCK_TOKENS tokens of one block and a tag, which names the block. The header is
 in the residual's dtype. Row ``r`` lies in block ``r // rows_per_block``, at byte ``r % rows_per_block * row_bytes``.
 Row 0 holds the tags, int32: ``1 +`` the number of the block that the entry holds, or 0 for an empty entry. The tokens
 of entry ``e`` are the BLOCK_TOKENS rows from ``1 + e * BLOCK_TOKENS`` on, for keys and values alike. All-zero bytes are
-the cache of zeros here too, and a prefix is still the shorter cache. :mod:`kvcompile.kernels.spec.residual` says what
-the header means.
+the cache of zeros here too, and a prefix is still the shorter cache. :mod:`kvcompile.kernels.spec.residual`
+specifies the use of the header.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the bytes of a paged cache of packed keys and values lie, when all its layers share one flat tensor.
+"""The places of the bytes in a paged cache of packed keys and values, whose layers share one flat tensor.
 
 The tensor is uint8 [num_bytes], a row of blocks. A block holds BLOCK_TOKENS consecutive slots of every layer::
 

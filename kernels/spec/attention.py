@@ -16,7 +16,7 @@ PyTorch's own attention on dequantized keys and values instead.
 
 Exact blocks (:mod:`kvcompile.kernels.spec.residual`) are attended to in full precision. Their scores replace the scores
 of the same packed blocks, and their weights multiply the exact values instead of the packed values. The new tokens of a
-prompt (:mod:`kvcompile.kernels.spec.new_tokens`) replace what was read from the cache.
+prompt (:mod:`kvcompile.kernels.spec.new_tokens`) replace the tokens that were read from the cache.
 
 Everything is traceable; ``kv_len``, the batch and the number of blocks may be symbolic.
 """
@@ -290,7 +290,7 @@ def _unrotated(out: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def _finite_maximum(scores: Tensor, dims: int | tuple[int, ...], sinks: Tensor | None) -> Tensor:
-    """The numbers to subtract from scores before the exponential: maxima over ``dims``, which become 1, and over sinks.
+    """The numbers to subtract from scores before the exponential: maxima over sinks and ``dims``, whose sizes become 1.
 
     A row without a visible key has the maximum -inf. It is replaced by 0, so that the exponentials are 0 and not NaN.
     """
@@ -453,7 +453,7 @@ def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: P
         of_planes = row if len(row) == len(levels) else row * len(levels)
         products = [level * weight for level, weight in zip(levels, of_planes, strict=True)]
         sums += [product.unflatten(0, (blocks // group, group)).sum((1, -1)) for product in products]
-    # One concatenation of all rows and planes: each is a buffer of its own in generated code.
+    # One concatenation of all rows and planes: each is a separate buffer in generated code.
     out = torch.stack(sums, 3).sum(0).unflatten(2, (-1, len(levels))).flatten(-2)
     if "zero" in sections and fmt.granularity == "token":
         zero = torch.where(in_cache, _per_token(sections["zero"]), 0.0)

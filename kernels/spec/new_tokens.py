@@ -1,8 +1,8 @@
 """Attention to the new tokens of a prompt in full precision.
 
-A call that brings many tokens still has their keys and values unquantized. Attention then takes these instead of what
-was read back from the packed cache, and a prompt loses no precision to quantization until the first decode step reads
-it. Tokens of earlier calls are read packed.
+A call that brings many tokens still has their keys and values unquantized. Attention then takes these instead of
+dequantized tokens, and a prompt loses no precision to quantization until the first decode step reads it. Tokens of
+earlier calls are read packed.
 
 Attention of few queries, as in decode steps and in the verification of draft tokens, reads new tokens packed, too. A
 step of one token and a step that verifies several tokens then give equal results, and decode kernels read nothing but
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_PACKED_QUERIES = 16
-"""Up to this many queries of a sequence read new tokens as they are stored."""
+"""Up to this many queries of a sequence read new tokens packed."""
 
 
 class NewTokens(NamedTuple):
@@ -26,7 +26,7 @@ class NewTokens(NamedTuple):
 
     Attributes:
         x: [batch, num_kv_heads, n, head_dim], any float dtype, any strides.
-        slots: int64 [n] or [batch, n]: the tokens of the cache that they are. Tokens with a slot outside of
+        slots: int64 [n] or [batch, n]: the place of each token in the cache. Tokens with a slot outside of
             0 <= slot < kv_len have no influence; -1 marks tokens that were not written.
     """
 
@@ -35,7 +35,7 @@ class NewTokens(NamedTuple):
 
 
 def reads_packed(q_len: int) -> bool:
-    """Whether attention of ``q_len`` queries reads new tokens as they are stored.
+    """Whether attention of ``q_len`` queries reads new tokens packed.
 
     False if ``q_len`` is symbolic: :func:`with_new_tokens` then decides when the graph runs.
     """

@@ -1,4 +1,4 @@
-"""The plain-PyTorch meaning of a packed cache: writing and reading tokens. Every fast path is tested against it.
+"""The plain-PyTorch specification of a packed cache: writing and reading tokens. Tests compare each fast path with it.
 
 All functions are traceable: no Python depends on data, and sizes may be symbolic.
 """

@@ -1,4 +1,4 @@
-"""Which slots and tokens the queries of a continuous batch write and see, in plain PyTorch.
+"""The slots that the queries of a continuous batch write, and the tokens that they see, in plain PyTorch.
 
 A continuous batch holds new tokens of several sequences in one row. ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int
 [num_sequences + 1], say where the new tokens and the visible tokens of each sequence begin; the last entries are the
@@ -45,7 +45,7 @@ def visible_tokens(
 
 
 def places_of_new_tokens(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
-    """Where the new tokens stand among the visible tokens: int64 [num_queries], and whether they are no padding."""
+    """The places of the new tokens among the visible tokens: int64 [num_queries], and which of them are not padding."""
     queries = torch.arange(num_queries, device=cu_seq_lens_q.device)
     sequence = sequences_of(cu_seq_lens_q, queries)
     last = cu_seq_lens_q.shape[0] - 2

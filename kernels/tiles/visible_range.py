@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcompile.kernels.lang.triton import jit, tl
 
 NOTHING = 1 << 30
-"""The begin of the range of a query position that sees no token."""
+"""The start of the range of a query position that sees no token."""
 
 
 def visible_range(mask: Tensor) -> Tensor:

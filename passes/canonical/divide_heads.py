@@ -1,11 +1,11 @@
 """Give heads and channels a dimension each, in caches that keep all heads of a token in one dimension.
 
-Whisper caches [batch, tokens, num_heads * head_dim] and divides it into heads for attention. Later passes see the cache
-[batch, tokens, num_heads, head_dim] in its place, with the same writes. Two kinds of caches are divided: inputs with
-everything that the graph writes to them, and new rows that the graph returns.
+Whisper keeps caches [batch, tokens, num_heads * head_dim] and divides them into heads for attention. Later passes see
+caches [batch, tokens, num_heads, head_dim] instead, with the same writes. Two kinds of caches are divided: inputs with
+all writes to them, and new rows that the graph returns.
 
-The caller's tensor keeps its shape. :func:`merge_heads` brings the shape back for caches that stay plain, and
-:func:`with_merged_axes` says it in the caller's duties for packed ones.
+The caller's tensor keeps its shape. :func:`merge_heads` restores this shape for caches that stay plain, and
+:func:`with_merged_axes` puts it into the caller's duties for packed caches.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def divide_heads(graph: Graph) -> DividedHeads:
     divided = DividedHeads()
     for first, head_dim in _caches(graph).items():
         if len(shape_of(first)) != _RANK:
-            continue  # it is a state of a cache that has been divided, or no cache with merged heads
+            continue  # a state of a cache that has been divided, or not a cache with merged heads
         states = _states(first)
         if states is not None and (first.op == "placeholder" or not _outputs(graph).isdisjoint(states)):
             _Division(graph, head_dim, divided).run(first, states)
@@ -73,7 +73,7 @@ def divide_heads(graph: Graph) -> DividedHeads:
 
 
 def merge_heads(graph: Graph, divided: DividedHeads) -> None:
-    """Bring the shape of the caller back for the inputs and outputs that stay plain."""
+    """Restore the caller's shapes of the inputs and outputs that stay plain."""
     present = set(graph.nodes)
     for node, value in divided.inputs.items():
         if node not in present:
@@ -99,7 +99,7 @@ def merge_heads(graph: Graph, divided: DividedHeads) -> None:
 
 
 def with_merged_axes(rewritten: Rewritten, divided: DividedHeads) -> Rewritten:
-    """The caller's duties, in which the caches have the order of dimensions that the caller knows."""
+    """The caller's duties, with the order of dimensions that the caller knows."""
     inputs = tuple(
         dataclasses.replace(action, axes=merged_axes(action.axes)) if action.index in divided.indices else action
         for action in rewritten.inputs
@@ -164,10 +164,7 @@ def _head_dim(root: Node, chain: tuple[Node, ...], operand: Node) -> int | None:
 
 
 def _states(first: Node) -> list[Node] | None:
-    """``first``, and the nodes that are it after writes, or parts of it along other dimensions than its last.
-
-    None if something else is copied into it.
-    """
+    """``first`` and its later states that keep its last dimension whole; None if something else is copied into it."""
     states = {first: None}
     for node in first.graph.nodes:
         base = _base(node)
@@ -221,7 +218,7 @@ def _has_source(node: Node) -> bool:
 
 
 def _operands(node: Node) -> Iterator[Node]:
-    """The operands with channels, beside the value that a write changes."""
+    """The operands with channels, except the value that a write changes."""
     if node.target is aten.where.self:
         yield from (operand for operand in node.args[:2] if isinstance(operand, Node))
     elif node.target is aten.cat.default:
@@ -279,7 +276,7 @@ class _Division:
         return divided
 
     def _count_from_first(self, node: Node) -> None:
-        """Let ``node`` name its dimension by a number that division does not change."""
+        """Make the dimension argument of ``node`` non-negative, so that division does not change it."""
         place, dim = _place_of_dim(node), _dim(node)
         node.args = (*node.args[:place], dim, *node.args[place + 1 :])
         node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dim"}
@@ -294,7 +291,7 @@ class _Division:
             return divided
 
     def _merge_for_others(self, node: Node, states: Sequence[Node]) -> None:
-        """Let all users of a state but its later states, the caller and the copy back see three dimensions."""
+        """Give three dimensions to all users of a state except its later states, the caller and the copy back."""
         others = [user for user in node.users if not _takes_divided(user, states)]
         if others:
             anchor = behind_placeholders(node) if node.op == "placeholder" else node.next

@@ -1,8 +1,8 @@
 """Drop outputs that are the copy back into an input.
 
-``self.cache = self.cache.to(x)`` makes Dynamo return the cache where nothing is cast. AOTAutograd then gives the
-caller's own tensor back, whatever the graph returns there, and the graph returns the node of the copy into that input.
-Without this output, the cache looks like a cache that is not returned: only its copy back is visible.
+``self.cache = self.cache.to(x)`` makes Dynamo return the cache where nothing is cast. The graph then returns the node
+of the copy into that input. AOTAutograd ignores this output and returns the caller's own tensor. Without the output,
+the cache looks like any cache that is copied back and not returned.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.fx import Graph
 
 
 def drop_returned_inputs(graph: Graph) -> None:
-    """Return None in the place of copies back into inputs. A copy is an output in no other case."""
+    """Return None in the place of copies back into inputs. No other copies are outputs."""
     output = graph.output_node()
     copies = set(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
     places = {index for index, node in enumerate(output.args[0]) if node in copies}

@@ -1,4 +1,4 @@
-"""Replace a copy over all of an input by the value that is copied.
+"""Replace a copy over a whole input by the copied value.
 
 Functionalisation leaves ``copy(cache, slice)`` for ``cache.copy_(slice)`` if the source is a view. The copy has the
 value of the view, and later passes see the view in its place.
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def drop_whole_copies(graph: Graph) -> None:
-    """Let users of such a copy use its source.
+    """Replace each copy over a whole input by its source.
 
     A copy of a view of an input stays. The graph may overwrite that input before the copy is written back, and Inductor
     orders copies between inputs only by the values that it makes for them.

@@ -1,4 +1,4 @@
-"""Which values of a graph share memory: a later write to one of them shows in the other.
+"""Find out which values of a graph share memory: a write to one of them changes the others.
 
 Views are followed back to the tensor that an operation made. Two views of one tensor share no memory if they take
 disjoint ranges of it, as the keys and the values of one projection do.
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 _REPEATING = (aten.expand.default, aten.unfold.default, aten.as_strided.default)
 
 Path = list[Node]
-"""A value, then each a view of the one before it."""
+"""A value and then views, each of the node before it."""
 
 
 def share_memory(one: Node, other: Node) -> bool:
@@ -42,7 +42,7 @@ def lead_apart(one: Path, other: Path) -> bool:
 
 
 def _are_alike(view: Node, other: Node) -> bool:
-    """Whether two views of one value are the same view, which has no element twice."""
+    """Whether two views of one value are the same view and have no element twice."""
     if view.target in _REPEATING or view.target in LIST_OPS:
         return False
     if view.target is operator.getitem:
@@ -65,7 +65,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _reached(path: Path) -> IndexMap:
-    """The map of the last node of a path that has one. Later nodes of the path read no other elements."""
+    """The map of the last node of a path that has a map. Later nodes of the path read no other elements."""
     reached = IndexMap.identity(shape_of(path[0]))
     for node in path[1:]:
         further = follow(reached, node)

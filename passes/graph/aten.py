@@ -1,4 +1,4 @@
-"""The vocabulary of the passes: sets of ATen operators, and what a node's arguments and sizes say."""
+"""Sets of ATen operators, and functions that read a node's arguments and sizes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def view_chain(operand: Node, stop: frozenset[Node]) -> tuple[Node, tuple[Node, 
 def is_view(node: Node) -> bool:
     """Whether ``node`` views its operand: by a view op, or as a piece of a split that keeps the last dimension whole.
 
-    The list of pieces counts, too.
+    The list of pieces is a view, too.
     """
     if node.target is operator.getitem:
         return node.args[0].target in _SPLITS and is_view(node.args[0])
@@ -109,7 +109,7 @@ def _from_first(node: Node, dims: Any) -> Any:
 
 
 def shape_of(node: Node) -> torch.Size:
-    """The sizes of a tensor, with a number for every symbol that guards have made constant: any trace takes numbers."""
+    """The sizes of a tensor, with a number for every symbol that guards have made constant. Any trace takes numbers."""
     return torch.Size(known_size(size) for size in node.meta["val"].shape)
 
 
@@ -152,7 +152,7 @@ def same_sizes(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
 
 
 def replace_views_by_reshapes(gm: GraphModule) -> None:
-    """Let a graph that was made for Inductor run without it. Inductor copies where strides do not allow a view."""
+    """Let a graph made for Inductor run without Inductor, which copies where strides do not allow a view."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.find_nodes(op="call_function", target=aten.view.default):

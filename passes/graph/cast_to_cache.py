@@ -14,8 +14,8 @@ def converted(graph: Graph, value: Node, cache: Node) -> Node:
     """``value`` in the dtype of ``cache`` and on its device. Nodes that convert it go to the graph's insertion point.
 
     Inductor may compute values of a narrow dtype in float32, and drop a cast to that dtype and back. Codes are computed
-    in float32, so they would be codes of numbers that were never rounded. A view of the bits as integers forces the
-    rounding. It is needed where Inductor compiles the quantization together with the model. On CUDA a store is an
+    in float32, so they would encode numbers that were never rounded. A view of the bits as integers forces the
+    rounding. The view is needed where Inductor compiles the quantization together with the model. On CUDA a store is an
     operator, and its operands lie in memory in their own dtype.
     """
     held, given = cache.meta["val"], value.meta["val"]

@@ -1,4 +1,4 @@
-"""Which nodes lead from the values of caches to attention."""
+"""Find the nodes that lead from the values of caches to attention."""
 
 from __future__ import annotations
 

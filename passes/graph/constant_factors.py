@@ -1,7 +1,7 @@
 """The factors of matrix products that a graph computes from indices alone, such as the rotations of formats.
 
-A format computes its rotation where it needs it: two stores and two sides of attention in every layer. In code for a
-CPU each would be a kernel and a buffer of its own, so a graph computes every such matrix once
+A format computes its rotation at every use: in two stores and on two sides of attention in every layer. In code for a
+CPU each use would be a separate kernel and buffer, so a graph computes every such matrix once
 (:mod:`kvcompile.passes.graph.inline`).
 """
 

@@ -1,4 +1,4 @@
-"""Where the numbers of a view lie in the tensor that it views: the one meaning of views in the passes.
+"""Map the elements of a view to elements of the tensor that it views. All passes read views through these maps.
 
 Every dimension of a view is a product of factors, the slowest factor first. A factor steps along one *axis*, a
 dimension of the base, or it repeats. This covers divided and merged dimensions, slices with steps, and repeated heads.
@@ -55,7 +55,7 @@ Dim = tuple[Factor, ...]
 
 @dataclass(frozen=True)
 class IndexMap:
-    """Where the numbers of a view lie in its base.
+    """The elements of the base that a view has.
 
     Attributes:
         base: shape of the base.
@@ -82,7 +82,7 @@ class IndexMap:
         return [factor.axis for dim in self.dims for factor in dim if factor.axis is not None]
 
     def is_one(self, factor: Factor) -> bool:
-        """Whether a factor has size 1 and its axis, too, so that it says nothing."""
+        """Whether a factor and its axis both have size 1, so that the factor has no effect."""
         whole = 1 if factor.axis is None else self.base[factor.axis]
         return statically_known_true(factor.size == 1) and statically_known_true(whole == 1)
 

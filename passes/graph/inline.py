@@ -52,14 +52,14 @@ def _compute_value(node: Node) -> None:
 
 
 _TRACES: WeakKeyDictionary[Graph, dict[Any, Graph]] = WeakKeyDictionary()
-"""For each graph, the traces of functions that were inserted. Its layers mostly insert the same operations."""
+"""The traces of inserted functions, by graph. The layers of a graph mostly insert the same operations."""
 
 
 def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     """Insert the operations of ``fn(*args)`` at the graph's insertion point.
 
     A function that captures nothing is traced once for equal arguments, and its operations are copied afterwards. A
-    copy gets fake values of its own: Inductor reads from them which tensors share memory.
+    copy gets new fake values: Inductor reads from them which tensors share memory.
 
     Args:
         graph: a functional ATen graph whose nodes carry fake values in ``meta["val"]``.
@@ -77,7 +77,7 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 _SHARED: WeakKeyDictionary[Graph, dict[str, Node]] = WeakKeyDictionary()
-"""For each graph, the constant factors that it computes, by the way in which they are computed."""
+"""The constant factors that each graph computes, by their formula."""
 
 
 def shared_factors(graph: Graph, traced: Graph) -> dict[Node, Node]:
@@ -110,7 +110,7 @@ def insert_operations(
         graph: the graph that gets the operations.
         traced: a graph of tensor operations.
         nodes: nodes of ``graph`` that take the place of the placeholders of ``traced``.
-        new_values: whether to compute new fake values. Operations that are copied twice need it.
+        new_values: whether to compute new fake values. Operations that are copied twice need them.
         known: nodes of ``graph`` that take the place of operations of ``traced``.
 
     Returns:
@@ -130,9 +130,9 @@ def insert_operations(
 
 
 def traced_once(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Graph, bool]:
-    """The graph of ``fn(*args)``, and whether an earlier call for ``graph``, which has no symbols, has traced it.
+    """The graph of ``fn(*args)``, and whether an earlier call for ``graph`` has traced it. ``graph`` has no symbols.
 
-    Its placeholders stand for the nodes in ``args``.
+    The placeholders stand for the nodes in ``args``.
     """
     key = _key_of(fn, args)
     known = _TRACES.setdefault(graph, {})
@@ -161,7 +161,7 @@ def _traced(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...], nodes: 
 
 
 def _share_typed_views(traced: Graph) -> None:
-    """Let equal views of one tensor in another dtype be one node: in generated code for CPUs each calls PyTorch."""
+    """Merge equal views of a tensor in another dtype. In generated code for CPUs each of these views calls PyTorch."""
     known: dict[tuple[Any, ...], Node] = {}
     for node in traced.find_nodes(op="call_function", target=torch.ops.aten.view.dtype):
         first = known.setdefault(node.args, node)
@@ -171,10 +171,11 @@ def _share_typed_views(traced: Graph) -> None:
 
 
 def _key_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Equal for calls that trace the same operations; None if ``fn`` captures variables or takes other than constants.
+    """A key that is equal for calls that trace the same operations; None if a call cannot have a key.
 
-    Sizes must be numbers. A tensor is described by all that its operations may depend on, and by the first argument
-    that is the same tensor: the trace of a call with one tensor in two places has one input for both.
+    ``fn`` must not capture variables, and sizes must be numbers. The key describes a tensor by all properties that its
+    operations may depend on, and by the first argument that is the same tensor: the trace of a call with one tensor in
+    two places has one input for both.
     """
     if not isinstance(fn, FunctionType) or fn.__closure__ is not None or fn.__kwdefaults__:
         return None

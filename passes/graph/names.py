@@ -1,4 +1,4 @@
-"""How messages name nodes: an input as the user's code does, an operation by its operator and the line that calls it.
+"""Name nodes in messages: inputs as the user's code names them, operations by their operator and the calling line.
 
 This is the only file that turns a source of Dynamo into words.
 """

@@ -34,18 +34,18 @@ def repeats_sequence(node: Node, axes: str) -> bool:
 
 
 def axes_before(node: Node, axes: str) -> str:
-    """The order of the operand of ``node``, which has the order ``axes``. Other operations keep the order."""
+    """The order of the operand of ``node``, which has the order ``axes``; the same unless ``node`` permutes it."""
     order = _permutation(node)
     return "".join(axes[order.index(dim)] for dim in range(len(order))) or axes
 
 
 def axes_after(node: Node, axes: str) -> str:
-    """The order of ``node``, whose operand has the order ``axes``. Other operations keep the order."""
+    """The order of ``node``, whose operand has the order ``axes``; the same unless ``node`` permutes it."""
     return "".join(axes[dim] for dim in _permutation(node)) or axes
 
 
 def _permutation(node: Node) -> list[int]:
-    """For every dimension of ``node`` the dimension of its input; [] if it does not permute dimensions."""
+    """The dimension of the input for each dimension of ``node``; [] if ``node`` does not permute dimensions."""
     if node.target not in (aten.permute.default, aten.transpose.int):
         return []
     index_map = follow(IndexMap.identity(shape_of(node)), node)

@@ -1,6 +1,6 @@
-"""The two ops by which passes treat a pool as a cache; :mod:`kvcompile.passes.pools.page` inserts them.
+"""The two ops that let passes treat a pool as a cache; :mod:`kvcompile.passes.pools.page` inserts them.
 
-They have no kernels. ``expand_pools`` replaces the remaining ones by PyTorch's own operators after the rewrite.
+They have no kernels. After the rewrite, ``expand_pools`` replaces the remaining ops by PyTorch's own operators.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ it takes most of the time of a compilation on a CPU.
 
 A region is called by the higher-order operator ``invoke_subgraph``, with tensors only. It neither changes its inputs
 nor returns one of them. Matrices that depend on no input are inputs of the region, so that a graph computes them once
-and not at each call. A graph with symbolic sizes gets the operations themselves, and so does code that cannot call a
-subgraph (:func:`expand_regions`).
+and not at each call. Graphs with symbolic sizes, and code that cannot call a subgraph, have the operations in place of
+the calls (:func:`expand_regions`).
 """
 
 from __future__ import annotations

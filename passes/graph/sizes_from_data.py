@@ -1,7 +1,7 @@
-"""Sizes that only the data of a step determine.
+"""Find data-dependent sizes: only the data of a step determine them.
 
-Each of these sizes is a symbol without an input. The passes can compute with it if the graph reads it as a number, with
-``.item()``. A size may also stand in the shape of a tensor only, such as a slice that ends at the last token.
+Each data-dependent size is a symbol that no input has. The passes can compute with the size if the graph reads it as a
+number, with ``.item()``. Other sizes are only in the shape of a tensor, such as a slice that ends at the last token.
 """
 
 from __future__ import annotations

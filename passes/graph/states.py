@@ -1,4 +1,4 @@
-"""The earlier states of a value: what it was before writes and views."""
+"""The earlier states of a value, before writes and views."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def mutated_by(node: Node) -> list[Node]:
 
 
 def _written_by_operator(node: Node) -> list[Node]:
-    """The arguments that an operator changes. A packet chooses one of its overloads when it runs: here all count."""
+    """The arguments that an operator changes. A packet chooses an overload when it runs, so all its overloads count."""
     op = node.target
     overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
     written = [

@@ -4,9 +4,9 @@
 softmax that a model writes out divides zero by zero and gives NaN. A packed site then gives NaN, too, so that the model
 can go on to drop or detect such rows.
 
-NaN costs nothing if the graph shows that a mask is finite, as the masks of Transformers are. Otherwise it costs one
-reduction of the mask in each step, for all layers that share it, and one selection for every output, which compilers
-fuse with the next operation. The kernels are not involved.
+NaN costs nothing if the graph shows that a mask is finite, as the masks of Transformers are. Otherwise a step reduces
+each mask once for all layers that share it. Every output gets one selection, which compilers fuse with the next
+operation. The kernels do not change.
 """
 
 from __future__ import annotations

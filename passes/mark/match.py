@@ -187,7 +187,7 @@ class _Matcher:
                     self.found[place] = self._with_sinks(attention, scale, call.node) or attention
 
     def _with_sinks(self, attention: WrittenAttention, scale: SinkScale, node: Node) -> WrittenAttention | None:
-        """Attention with sinks that ends in ``node``; None if ``scale`` is not of its scores, row by row."""
+        """Attention with sinks that ends in ``node``; None if ``scale`` does not belong to the rows of its scores."""
         weights, output = attention.weights, attention.output
         if weights is None or weights.scores is not scale.scores or weights.scores.sink is not None:
             return None

@@ -204,7 +204,7 @@ def _num_heads(contraction: Contraction) -> int | None:
 
 
 def _views_before(node: Any) -> list[Node]:
-    """The tensors that views and scaling make ``node`` of, nearest first."""
+    """The tensors from which views and scaling make ``node``, nearest first."""
     found: list[Node] = []
     while isinstance(node, Node):
         call = read_call(node)

@@ -48,14 +48,14 @@ from kvcompile.passes.mark.values import (
 )
 
 _ENDS = frozenset(("linear", "bilinear", "addmm", "conv1d", "conv2d", "layer_norm", "rms_norm", "group_norm"))
-"""Operations after which a value is not followed: they begin the next part of a model."""
+"""Operations at which following a value ends: they begin the next part of a model."""
 
 CHANNELS = "e"
 """The name of the axis of the values' channels."""
 
 
 def read(call: Call, context: Context) -> Value | None:
-    """The value of ``call``, at least one of whose inputs has a value; None if it is not a part of attention.
+    """The value of ``call``, which has at least one input with a value; None if it is not a part of attention.
 
     Raises:
         NotUnderstood: the effect of the operation on scores or weights is not known.
@@ -290,10 +290,10 @@ def _softmax(scores: Scores, layout: Layout, axis: str | None, nodes: frozenset[
 
 
 def _with_zeros(call: Call, weights: Weights, context: Context) -> Weights:
-    """The weights of masked keys become 0. It changes rows without a visible key only, whose output becomes 0.
+    """Weights with zeros for masked keys. Only rows without a visible key change: their output becomes 0.
 
-    Only the mask of the scores may do this, and nothing else may change the scores: another mask or bias could hide the
-    keys that this mask leaves, and the weights of such a row would not become 0.
+    The mask must be the mask of the scores, and nothing else may change the scores. Another mask or bias could hide the
+    remaining keys of a row, and the weights of this row would not become 0.
     """
     mask, where, value = filling(call, weights, context)
     scores, steps = weights.scores, weights.scores.bias

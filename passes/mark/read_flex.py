@@ -39,7 +39,7 @@ class _BlockMask:
         partial: the key blocks that are visible in part: their number, int32 [batch, num_heads, q_blocks], and their
             indices, int32 [batch, num_heads, q_blocks, kv_blocks]; further indices are padding. Batch and num_heads
             may be 1.
-        full: the key blocks that are visible in full, in the same form; None if no block is.
+        full: the key blocks that are visible in full, in the same form; None if there are no such blocks.
         block_size: number of queries and number of keys of a block.
         mask_mod: the function that says which keys of partial blocks are visible.
         captured: the tensors that ``mask_mod`` captures.

@@ -147,7 +147,7 @@ class SinkOdds(RowValue):
 
 @dataclass(frozen=True)
 class SinkScale(RowValue):
-    """The sigmoid of :class:`SinkOdds`. Times it, attention without ``sink`` is attention with it."""
+    """The sigmoid of :class:`SinkOdds`. Attention without ``sink``, times this factor, is attention with ``sink``."""
 
     sink: Operand
 
@@ -267,7 +267,7 @@ class WrittenAttention:
         """The axes of batch, heads, query rows and keys.
 
         The first axis that both operands have is the batch, unless it is the only axis beside rows and keys. The last
-        axis that only the query has is the rows. Its other own axes are query heads that share a KV head.
+        axis that only the query has is the rows. Its other axes are query heads that share a KV head.
         """
         batch, own = self.product.batch, self.product.free[1 - self.key_side]
         shared, rows, keys = own[:-1], own[-1:], self.product.free[self.key_side][-1:]

@@ -84,7 +84,7 @@ def _understood(writer: GraphWriter, attention: WrittenAttention, module: str) -
 
 
 def _not_understood(writer: GraphWriter, attention: WrittenAttention, module: str, reason: str) -> Node:
-    """Insert a marker with ``reason``, and with the operands as far as they are known."""
+    """Insert a marker with ``reason``, and with the known operands."""
     key = attention.key.node
     try:
         key = _key(writer, attention)
@@ -159,11 +159,11 @@ def _beside_scores(writer: GraphWriter, operand: Operand, attention: WrittenAtte
 
 
 def _sinks(writer: GraphWriter, scores: Scores, attention: WrittenAttention) -> tuple[Scores, Node | None]:
-    """The scores beside the sinks that a marker takes, and these sinks: [num_heads] logits.
+    """The scores and the sinks that a marker takes. The sinks are [num_heads] logits.
 
-    A softmax does not change if one number is subtracted from a row of scores and from its sink. Sinks of rows or
-    sequences are subtracted so, and zeros remain. No sinks remain if they have no elements: the scores then have no
-    rows, and the output is empty.
+    A softmax does not change if one number is subtracted from a row of scores and from its sink. Sinks that differ
+    between rows or sequences are subtracted in this way, and become zeros. Sinks without elements are dropped: the
+    scores then have no rows, and the output is empty.
     """
     sink = scores.sink
     if sink is None or statically_known_true(value_of(sink.node).numel() == 0):

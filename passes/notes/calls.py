@@ -52,10 +52,10 @@ def _name_of_target(node: Node) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _code_of_call(file: str, line: int, name: str) -> str | None:
-    """The text of the call of ``name`` in the statement at ``line``, or else of this statement; None without both.
+    """The text of the call of ``name`` in the statement at ``line``, else the text of the statement; None if neither.
 
     The statement may have several lines. A statement with a body, such as ``if``, has no text here. If several
-    statements share the line, only a call that one of them alone contains has a text.
+    statements share the line, exactly one of them must contain the call.
     """
     around = [node for node in _parsed(file) if isinstance(node, ast.stmt) and _spans(node, line)]
     shortest = min((_num_lines(node) for node in around), default=0)

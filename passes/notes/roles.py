@@ -1,7 +1,7 @@
 """The role of a node for attention sites, kept in the node's metadata, so that a graph can be read and drawn by site.
 
 Packing notes the roles of the nodes of logical caches before the rewrite, and the roles of the nodes that the rewrite
-inserts. Nothing that is compiled depends on these notes.
+inserts. Compiled code does not depend on these notes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The surroundings of an attention site in a graph, small enough to keep and to draw.
 
 In the rewritten graph, all nodes with the same role for the site (:mod:`kvcompile.passes.notes.roles`) become one box,
-and each other node that they use, or that uses them, becomes a box of its own. Before the rewrite, a box is a call in
+and each other node that they use, or that uses them, becomes a separate box. Before the rewrite, a box is a call in
 the user's code (:mod:`kvcompile.passes.notes.calls`): nodes of one call with the same role are together. Boxes hold
 text only, so that they do not keep the graph alive.
 """
@@ -100,7 +100,7 @@ def calls_of_sites(graph: Graph, num_sites: int) -> list[Surroundings | None]:
 
 
 def _complete_calls(names: dict[Node, str], calls: dict[Node, Call | None]) -> None:
-    """Give the role of a node to the nodes beside it that the same call makes, such as a view of the written tokens."""
+    """Give the role of a node to its neighbours from the same call, such as a view of the written tokens."""
     waiting = [node for node in names if calls[node] is not None]
     while waiting:
         node = waiting.pop()

@@ -10,8 +10,9 @@ A pool has one of three shapes:
 A graph may also exchange the middle two axes. Its indices tell which of them are heads: they name blocks and tokens,
 never heads.
 
-Indices of slots (a slot mapping), or of blocks and tokens in blocks, write a pool. Attention reads the tokens that an
-index of slots or blocks (a block table) gathers. PagedAttention (Kwon et al., SOSP 2023) keeps its caches in this form.
+A graph writes a pool by indices of slots (a slot mapping), or of blocks and tokens in blocks. Attention reads the
+tokens that an index of slots or blocks (a block table) gathers. PagedAttention (Kwon et al., SOSP 2023) keeps its
+caches in this form.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _read(pool: Pool) -> Pool | None:
 
 
 def _read_use(pool: Pool, state: Node, user: Node) -> bool:
-    """Note how ``user`` uses a state of the pool; False if no pool is used so."""
+    """Note how ``user`` uses a state of the pool; False if it is not a use of pools."""
     if user.target is aten.copy_.default:
         pool.write_back = user
         return user.args[0] is pool.node and (state is pool.node or state is user.args[1])
@@ -142,7 +143,7 @@ def _is_write(state: Node, put: Node, axes: str) -> bool:
 
 
 def _axes_of_view(pool: Pool, axes: str, view: Node) -> str | None:
-    """The order of a state, a view of a state in the order ``axes``; None if it is not a view that states may have.
+    """The order of ``view``, a view of a state in the order ``axes``; None if pools have no such view.
 
     A view may exchange the middle axes of blocks, or regroup slots to blocks and tokens or back.
     """

@@ -1,7 +1,7 @@
 """Turn a pool of slots into a cache of one sequence, whose tokens are the slots.
 
-Every write of a pool writes tokens of that sequence, and attention reads tokens of it in another order. Two ops, which
-exist only between passes, carry the difference. ``kvcompile::pool_view`` views the pool as a cache [1, num_slots,
+Every write of a pool writes tokens of that sequence, and attention reads tokens of it in another order. Two ops exist
+only between passes and express the difference. ``kvcompile::pool_view`` views the pool as a cache [1, num_slots,
 num_kv_heads, head_dim] and back, and ``kvcompile::gather_slots`` takes tokens from such a cache. Later passes treat a
 pool like any other cache. ``expand_pools`` turns the remaining ops of both kinds into indexing of the pool again.
 """

@@ -1,4 +1,4 @@
-"""A proven KV cache of a graph: how it comes in, its writes, its readers, and the output that it becomes."""
+"""A proven KV cache of a graph: its input, its writes, its readers and its output."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class Candidate:
     """One marker of a graph.
 
     Attributes:
-        site: what the report says of it; a refusal is noted there.
+        site: its entry in the report; a refusal is noted there.
         attention: its proven caches; None if they were not proven.
         layouts: the layout of each cache, by role.
     """

@@ -1,6 +1,6 @@
 """Refuse sites whose caches had heads and channels in one dimension, if later passes see them in another order.
 
-The caller's tensor keeps all heads of a token in its last dimension. Its order with divided heads ends in them.
+The caller's tensor keeps all heads of a token in its last dimension. Its order must thus end in heads and channels.
 """
 
 from __future__ import annotations

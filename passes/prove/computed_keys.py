@@ -1,4 +1,4 @@
-"""Find the caches of attention whose keys are computed from a cache, number by number or by a rotation, in every step.
+"""Find the caches of attention whose keys are computed from a cache, element-wise or by a rotation, in every step.
 
 Some models cache keys before their rotary embedding, and rotate all of them in every step (OLMo, x-transformers). The
 caches of such an attention are packed, and dequantized where the model reads them.
@@ -30,7 +30,7 @@ _OVER_CHANNELS = (aten.mean.dim, aten.sum.dim_IntList)
 
 
 def read_computed_keys(marker: Node, value: Read, is_cache: Callable[[Node], bool]) -> ComputedRead | None:
-    """The caches behind an attention whose values are a plain read of a cache, and whose keys are computed from one.
+    """The caches of an attention that reads its values from a cache and computes its keys from another cache.
 
     Args:
         marker: the marker of the attention.
@@ -65,10 +65,11 @@ def read_computed_keys(marker: Node, value: Read, is_cache: Callable[[Node], boo
 
 
 def read_like(root: Node, value: Read) -> Read | None:
-    """A read of all tokens of ``root``, a cache of keys, in the order of dimensions of its values; None if it has none.
+    """A read of all tokens of ``root``, a cache of keys, in the order of dimensions of its values; None if none fits.
 
-    Several orders may fit the writes of one cache. Keys and values of a layer have the same. Comparing symbolic sizes
-    here guards on the answer, as intended: key and value caches with different symbols for their lengths grow together.
+    Several orders may fit the writes of a cache. Keys and values of a layer have the same order. Comparing symbolic
+    sizes here guards on the answer, as intended: key and value caches with different symbols for their lengths grow
+    together.
     """
     shape, sizes = shape_of(root), shape_of(value.root)
     if len(shape) != 4 or len(value.axes) != 4:

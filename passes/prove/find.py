@@ -132,7 +132,7 @@ class CacheFinder:
         packed = self.packed_inputs.get(node)
         if node in self.later_states or (packed is not None and "b" in packed.axes):
             return True
-        # New rows of a single token do not tell the axis of tokens. With heads first, it is the third.
+        # New rows of a single token do not tell the token axis. With heads first, the token axis is the third.
         return (node in self.outputs or node in self.windows) and has_one_head(node, 1)
 
     def _latents(self, root: Node, role: Role) -> Cache:
@@ -258,7 +258,7 @@ class CacheFinder:
             if other is not None:
                 detail = "a cache that grows may only be appended to"
                 raise Refusal(Reason.unknown_write, role=role, op=operation(other.node), detail=detail)
-            raise no_cache(root, role, self.later_states)
+            raise no_cache(root, role, self.later_states, base)
         if base.op == "placeholder":
             if not writes:
                 if _is_overwritten(base):
@@ -280,7 +280,7 @@ class CacheFinder:
         if returned is not None:
             writes[:] = [returned_rows(root, read.axes)]
             return "fresh", None
-        raise no_cache(root, role, self.later_states)
+        raise no_cache(root, role, self.later_states, base)
 
     def _returned(self, read: Read) -> tuple[CacheWrite | None, Node | None]:
         """The slice of the cache that is returned, as a move, and the output that is the cache or that slice."""
@@ -309,7 +309,7 @@ class CacheFinder:
         return node in self.dropping or (node.target is aten.slice.Tensor and bool(writes) and writes[0].form == "cat")
 
     def _check_earlier_states(self, cache: Cache, states: list[Node]) -> None:
-        """Check that only its writes use the cache before and between them, in one place each; raises Refusal."""
+        """Check that only the writes use the states before the last write, each once; raises Refusal."""
         own = {write.node: write.own for write in cache.writes}
         views = {node for nodes in own.values() for node in nodes if node.target in (*VIEW_OPS, aten.select.int)}
         for state, later in pairwise([*states, cache.root]):
@@ -403,7 +403,7 @@ def _write_of(node: Node, axes: str, role: Role) -> CacheWrite | None:
 
 
 def _holds_tokens(root: Node) -> bool:
-    """Whether ``root`` is an input or a buffer without tokens, or a later state of either; False for new rows."""
+    """Whether ``root`` is an input or a newly allocated buffer, or a later state of either; False for new rows."""
     if root.target not in WRITE_OPS:
         return root.op == "placeholder"
     first = first_state(root)

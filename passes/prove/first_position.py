@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.passes.calling import FirstPosition
 
 _MAX_NODES = 200
-"""More nodes than any model needs to compute positions. If they depend on its outputs, there are thousands."""
+"""The most nodes that may compute positions. No model needs as many, unless positions depend on its outputs."""
 
 
 def first_position(

@@ -2,7 +2,7 @@
 
 Differential attention, for example, pairs the keys of all heads with the values of half of the heads, twice in turn.
 The heads of the operands are divided into ranges in which keys and values are neighbours in their caches. Each range is
-a grouped-query attention of its own. It reads a part of the packed data, in which heads are separate.
+a separate grouped-query attention. It reads a part of the packed data, in which heads are separate.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ _PRODUCTS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, at
 def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> ComputedRead | None:
     """The caches of latents that keys and values of an attention are computed from.
 
-    A cache behind both has the role ``key``. If there is one, a cache behind keys only has the role ``value``:
-    Transformers keeps the two as ``keys`` and ``values`` of a layer. Otherwise the role is the role of the operand that
-    is computed from the cache.
+    A cache from which both are computed has the role ``key``. Beside such a cache, a cache from which only keys are
+    computed has the role ``value``: Transformers keeps the two as ``keys`` and ``values`` of a layer. Otherwise the
+    role is the role of the operand that is computed from the cache.
 
     The search stops at the attention of earlier layers.
 
@@ -68,7 +68,7 @@ def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> ComputedRead
 
 
 def has_one_head(node: Node, *axes: int) -> bool:
-    """Whether ``node`` is [batch, 1, tokens, width], [batch, tokens, 1, width] or of rank 3, of floats, and no marker.
+    """Whether ``node`` has floats [batch, 1, tokens, width], [batch, tokens, 1, width] or of rank 3, and is no marker.
 
     ``axes``: the dimensions that may be the heads. By default, these are 1 and 2, or the heads have no dimension.
     """
@@ -92,9 +92,9 @@ def read_whole(root: Node) -> Read:
 def later_states(graph: Graph) -> set[Node]:
     """The written states of inputs that may be caches, of four or three dimensions.
 
-    Any activation may have three dimensions. An input with three counts if keys or values are selected from it. It also
+    Any activation may have three dimensions. An input of rank 3 counts if keys or values are selected from it. It also
     counts if the graph copies its state back or returns it, and computes keys or values from that state, but no query.
-    A query is computed from new tokens alone: a sequence that gets one more token in front is not a cache.
+    A query is computed from new tokens alone, so a sequence with a token added in front is not a cache.
     """
     written = {
         node

@@ -2,7 +2,7 @@
 
 Attention takes [batch, heads, tokens, head_dim]. Models make it from a cache by transposing, by casting, by reading the
 first tokens, and by repeating heads: each head in place, as ``repeat_kv`` does with unsqueeze, expand, clone and view,
-or all heads in turn. There are no patterns for such chains. The map of the operand
+or all heads in turn. The code matches no patterns of such chains. The map of the operand
 (:mod:`kvcompile.passes.graph.index_map`) tells which dimensions of the cache its dimensions are.
 """
 
@@ -103,7 +103,7 @@ def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
 
 
 def _check_rank(root: Node, role: str) -> None:
-    """Raise Refusal if ``root`` has another rank than a cache, or than the input that it is a written view of."""
+    """Raise Refusal if ``root`` has another rank than a cache, or another rank than the input whose view it writes."""
     rank, first = len(shape_of(root)), first_state(root)
     is_written_view = root.target in WRITE_OPS and first.op == "placeholder" and len(shape_of(first)) != rank
     if rank == 4 or (rank == 3 and not is_written_view):
@@ -151,7 +151,7 @@ def _view_of_gathered(index_map: IndexMap, node: Node) -> IndexMap | None:
 
 
 def _numbered_anew(index_map: IndexMap) -> IndexMap:
-    """The map into gathered tokens that lie in the order of the view."""
+    """The map with gathered tokens numbered in the order of the view."""
     count: Size = 1
     dims: list[tuple[Factor, ...]] = []
     for dim in reversed(index_map.dims):
@@ -203,15 +203,15 @@ def _interpret(root: Node, chain: tuple[Node, ...], index_map: IndexMap, role: s
 
 
 def _size(dim: list[Factor], axis: int) -> Size:
-    """How many elements of an axis are in a dimension that is that axis."""
+    """The number of elements along ``axis`` in a dimension."""
     return next((factor.size for factor in dim if factor.axis == axis), 1)
 
 
 def _axes_of_root(dims: list[list[Factor]], index_map: IndexMap, gathers: bool, rank: int) -> str | None:
     """The order of a cache whose view ``dims`` are [batch, heads, tokens, head_dim]; None if no order fits.
 
-    Several orders may fit because of sizes of 1. Then the order is taken in which the view has the most dimensions of
-    the cache in their place.
+    Several orders may fit because of sizes of 1. The result is the order that has the most dimensions of the cache in
+    their place in the view.
     """
     if gathers:
         in_place = _are(dims[1], 2, index_map, repeated=True) and _are(dims[3], 3, index_map)
@@ -234,7 +234,7 @@ def _axes_of_root(dims: list[list[Factor]], index_map: IndexMap, gathers: bool, 
 
 
 def _are(dim: list[Factor], axis: int, index_map: IndexMap, *, repeated: bool = False) -> bool:
-    """Whether a dimension is neighbours along ``axis`` and nothing else, apart from repetitions if ``repeated``."""
+    """Whether a dimension holds neighbours along ``axis`` only. ``repeated`` allows repetitions, too."""
     found = [factor for factor in dim if not (repeated and factor.axis is None)]
     if statically_known_true(index_map.base[axis] == 1):
         return not found

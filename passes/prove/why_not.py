@@ -1,13 +1,14 @@
-"""Say why an operand of attention is not a cache that can be packed.
+"""Name the reason why an operand of attention is not a cache that can be packed.
 
-The graph may compute it from new rows alone, or from a cache in a way that cannot be packed. It may be a part of a
-larger tensor, or something else may use it.
+Matchers raise the reasons that they find. The functions here read nodes that no matcher reads: the computation behind
+an operand that is neither an input nor a write of one, and the copies over inputs. The passes that split stacks and
+page pools note their refusals at the input, and :func:`check_whole` raises such a note.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterator
 
 import torch
 from torch.fx import Node
@@ -17,10 +18,10 @@ from kvcompile.compat.operators import OpOverload
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aliases import lead_apart
 from kvcompile.passes.graph.aten import SELECTIONS, VIEW_OPS, WRITE_OPS, shape_of
+from kvcompile.passes.graph.computed_from import states_behind
 from kvcompile.passes.graph.names import cache_name, operation, tensor_name, user_name
 from kvcompile.passes.graph.refused_inputs import noted_refusal
 from kvcompile.passes.graph.states import first_state, states_of
-from kvcompile.passes.marker import is_marker
 from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
@@ -29,12 +30,19 @@ _ARRANGING = WRITE_OPS | VIEW_OPS | SELECTIONS | {aten.copy.default}
 _CODES = frozenset((torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2))
 
 
-def no_cache(root: Node, role: Role, later_states: Collection[Node]) -> Refusal:
+def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node | None = None) -> Refusal:
     """The reason why ``root``, the origin of an operand of attention, is not a cache.
 
-    ``later_states``: the written states of inputs that may be caches.
+    No matcher has read the nodes that this function reads: it follows the values of ``root`` back to integer codes, to
+    a move between devices and to caches, and it looks for copies of ``root`` into an input.
+
+    Args:
+        root: the origin of the operand.
+        role: the role of the operand.
+        later_states: the written states of inputs that may be caches.
+        base: the value before all recognised writes of ``root``, if there are any.
     """
-    values = list(_reached(root, _values_of))
+    values = list(_reached(root))
     codes = next((node for node in values if node.op == "placeholder" and node.meta["val"].dtype in _CODES), None)
     if codes is not None:
         return Refusal(Reason.already_quantized, role=role, source=cache_name(codes), dtype=codes.meta["val"].dtype)
@@ -46,12 +54,9 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node]) -> Refusal:
         return Refusal(Reason.joined, role=role, op=operation(root))
     if _is_copied_back(root):
         first = first_state(root)
-        gathered = next((state for state in states_of(root) if state.target is aten.index.Tensor), root)
-        op = operation(gathered if first.op == "placeholder" else first)
+        op = operation((base or root) if first.op == "placeholder" else first)
         return Refusal(Reason.unknown_write, role=role, op=op, detail="what it computes replaces all of the cache")
-    # The search stops at attention of earlier layers: a value that is computed from its result is new.
-    made_of = _reached(root, lambda node: [] if is_marker(node) else node.all_input_nodes)
-    is_computed = any(node in later_states for node in made_of)
+    is_computed = bool(states_behind(root, later_states.__contains__))
     return Refusal(Reason.computed_from_cache if is_computed else Reason.no_cache, role=role)
 
 
@@ -75,13 +80,13 @@ def _is_copied_back(root: Node) -> bool:
     )
 
 
-def _reached(root: Node, operands_of: Callable[[Node], Iterable[Node]]) -> Iterable[Node]:
-    """``root`` and the nodes that ``operands_of`` leads to from it."""
+def _reached(root: Node) -> Iterator[Node]:
+    """``root`` and the nodes that give one number for each of its numbers."""
     pending, seen = [root], {root}
     while pending:
         node = pending.pop()
         yield node
-        operands = [operand for operand in operands_of(node) if operand not in seen]
+        operands = [operand for operand in _values_of(node) if operand not in seen]
         seen.update(operands)
         pending.extend(operands)
 
@@ -109,19 +114,21 @@ def _changes_device(node: Node) -> bool:
 
 
 def check_whole(root: Node, role: Role) -> None:
-    """Raise Refusal if attention reads one layer or role of a larger tensor, or tokens that an index gathers."""
+    """Raise Refusal if attention reads one index of a larger input, or tokens that an index gathers from an input.
+
+    The reason comes from the pass that could not split the stack or page the pool. If no pass has noted a reason, the
+    input has the shape of neither.
+    """
     first = first_state(root)
     if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
         return
     if root.target is not aten.index.Tensor:
         reason, detail = Reason.part_of_tensor, "which is not made of caches [batch, heads, tokens, head_dim]"
     elif len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
-        reason, detail = Reason.gathered, "which is not a tensor of slots or blocks of its own"
+        reason, detail = Reason.gathered, "which is not a separate tensor of slots or blocks"
     else:
         return
-    refusal = noted_refusal(first)
-    if refusal is None or refusal.reason is not reason:
-        refusal = Refusal(reason, detail=detail)
+    refusal = noted_refusal(first, reason) or Refusal(reason, detail=detail)
     raise refusal.with_particulars(role=role, source=tensor_name(first))
 
 

@@ -1,6 +1,6 @@
 """Recognise sliding windows: ``cat`` appends to a cache, and a slice drops the tokens that have left the window.
 
-A window that grows first is returned. A window of fixed size is an input, which the slice overwrites.
+A growing window is returned. A window of fixed size is an input, which the slice overwrites.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def windows_of(output: Node) -> dict[Node, Window]:
 
 
 def is_growing(changes: Sequence[CacheWrite]) -> bool:
-    """Whether the changes append tokens, and otherwise drop tokens at most once.
+    """Whether the changes append tokens, drop tokens at most once, and do nothing else.
 
-    No other write may be among them: the grown cache shares its storage with the cache that was passed, which keeps its
-    tokens.
+    Other writes are not allowed, because the grown cache shares its storage with the cache that was passed, which keeps
+    its tokens.
     """
     forms = [write.form for write in changes]
     return "cat" in forms and forms.count("slice") <= 1 and {"cat", "slice"}.issuperset(forms)

@@ -4,8 +4,8 @@ Every recognised write gets one normal form: tokens ``x`` [batch, num_kv_heads, 
 ([n], or [batch, n]) along the token axis, optionally only where ``valid``. The tokens have the dtype of the cache,
 because an assignment rounds to it. A write whose result has another dtype is refused.
 
-Matchers ask ``axes``, the order of the cache's dimensions, which dimension is which. A cache of three dimensions lacks
-the heads or the batch, and its tokens get that dimension with size 1.
+Matchers find each dimension by ``axes``, the order of the cache's dimensions. A cache of three dimensions lacks the
+heads or the batch, and its tokens get that dimension with size 1.
 
 ====================================  ===========================================
 in the model                          in the functional graph

@@ -274,7 +274,7 @@ class CacheRewriter:
         new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.axes.index("t")]
         num_sequences = cache.size("b") if cache.repeats_sequence else None
         made = None if cache.drops_tokens else cache.returned
-        # Outputs are None too: those that are caches which the call makes (_replace_outputs), and dropped ones.
+        # Outputs that the call wraps as caches (_replace_outputs) and dropped outputs are None.
         places = enumerate(self.output.args[0]) if made is not None else ()
         outputs = tuple(place for place, node in places if node is made)
         return InputAction(
@@ -312,10 +312,11 @@ class CacheRewriter:
     def _window(self, cache: Cache, layout: PackedLayout, state: Node, source: Node, write: CacheWrite) -> Node:
         """New packed data whose first tokens are a byte-by-byte copy of the tokens at ``source``, with room for more.
 
-        A window without a copy would begin at its first token. In every step this is another token of a block, so that
-        each compiled graph and kernel would have to take its place as an argument. The size of the copy is bounded by
-        the window, which attention reads at every step anyway. The copy goes to new data, so that the cache that was
-        passed, and every tensor that shares its storage, keeps its tokens. The next step appends to spare room in it.
+        A window without a copy would begin at its first token. The place of this token in its block changes in every
+        step, so that each compiled graph and kernel would have to take it as an argument. The size of the copy is
+        bounded by the window, which attention reads at every step anyway. The copy goes to new data, so that the cache
+        that was passed, and every tensor that shares its storage, keeps its tokens. The next step appends to spare room
+        in the copy.
 
         A window of fixed size keeps its input, into which the last state is copied. Attention reads more tokens than
         this state has: the first query's window holds tokens that the last query's window has dropped.

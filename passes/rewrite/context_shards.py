@@ -3,7 +3,7 @@
 A rank computes attention on its tokens alone. One all-gather brings the outputs of all ranks and their log-sum-exp to
 every rank, which merges them. Sinks belong to no token; the first rank counts them.
 
-Every rank has the same queries and new tokens, and runs the same graph but for its own rank.
+Every rank has the same queries and new tokens, and runs the same graph, apart from the number of the rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pools that stay plain are indexed by PyTorch's own operators again."""
+"""Index pools that stay plain by PyTorch's own operators again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expand_pools(graph: Graph) -> None:
                     gathered = inline(graph, _gather(axes[cache]), pools[cache], node.args[1])
                     node.replace_all_uses_with(gathered)
                 else:
-                    assert node.target is POOL_VIEW, f"{node.format_node()} is no use of a pool"
+                    assert node.target is POOL_VIEW, f"{node.format_node()} is not a use of a pool"
                     node.replace_all_uses_with(pools[cache])
     for node in reversed(list(graph.nodes)):
         if node.target in (POOL_VIEW, GATHER_SLOTS) or node in pools:

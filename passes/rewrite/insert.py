@@ -1,10 +1,10 @@
 """Insert store, gather and attention on packed caches into a graph, in the form that suits the device.
 
 On CUDA they are the ops ``kvcompile::store``, ``gather`` and ``attention``, which run Triton kernels. Elsewhere their
-plain-PyTorch meaning is traced into the graph, and Inductor generates the code. Layers share the parts that take long
-to compile, attention and the encoding of tokens, as regions (:mod:`kvcompile.passes.graph.regions`). The exception is a
-store of many tokens to a cache with a residual, which is the op everywhere. It changes whole blocks that are known only
-at run time, and traced code would have to go through the whole cache.
+plain-PyTorch specification is traced into the graph, and Inductor generates the code. Layers share the parts that take
+long to compile, attention and the encoding of tokens, as regions (:mod:`kvcompile.passes.graph.regions`). A store of
+many tokens to a cache with a residual is the op on every device. It changes whole blocks that are known only at run
+time, and traced code would have to go through the whole cache.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def insert_attention(
 def insert_attention_part(
     graph: Graph, marker: Marker, k_data: Node, v_data: Node, key: PackedLayout, value: PackedLayout, kv_len: Any
 ) -> tuple[Node, Node]:
-    """As :func:`insert_attention`, on a part of the tokens; returns the output and its log-sum-exp."""
+    """Insert attention to a part of the tokens, as :func:`insert_attention` does; returns output and log-sum-exp."""
     op = torch.ops.kvcompile.attention_part.default
     result = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, attend_part)
     if isinstance(result, tuple):
@@ -210,7 +210,7 @@ def _computed(
     new_values: Tensor | None = None,
     new_value_slots: Tensor | None = None,
 ) -> Any:
-    """``spec`` by positional arguments, which :func:`inline` takes."""
+    """Call ``spec`` with positional arguments only, because :func:`inline` takes no others."""
     new = {}
     if new_keys is not None and new_key_slots is not None:
         new["new_keys"] = NewTokens(new_keys, new_key_slots)
@@ -223,7 +223,7 @@ def _computed(
 
 
 def _visible_range(graph: Graph, mask: Node, q_len: Any, kv_len: Any) -> Node:
-    """The range of keys that ``mask`` shows. All layers share the node of the first that asks."""
+    """The range of keys that ``mask`` shows. All layers with the same mask share one node."""
     op, args = torch.ops.kvcompile.visible_range.default, (mask, q_len, kv_len)
     known = next((user for user in mask.users if user.target is op and user.args == args), None)
     return known if known is not None else insert_call(graph, op, *args)

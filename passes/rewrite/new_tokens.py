@@ -1,7 +1,7 @@
 """Attention to the new tokens of a prompt in full precision (:mod:`kvcompile.kernels.spec.new_tokens`).
 
-They are the tokens of the last store before attention reads the cache, also if a window drops tokens behind it. A later
-store of the same graph may overwrite an earlier one, and a move may copy tokens elsewhere; such tokens are read packed.
+The new tokens are the tokens of the last store before attention reads the cache, even if a window drops tokens after
+it. Tokens of earlier stores, which a later store may overwrite, and tokens that a move copies are read packed.
 """
 
 from __future__ import annotations

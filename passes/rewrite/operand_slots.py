@@ -19,10 +19,10 @@ from kvcompile.passes.prove.writes import wrapped
 
 
 def insert_operand_slots(graph: Graph, read: Read) -> Node:
-    """Insert the slots that an operand reads, int64 [batch, kv_len]. Slots outside the pool become one behind its data.
+    """Insert the slots that an operand reads, int64 [batch, kv_len].
 
-    ``read`` reads a pool. Its proof guarantees that its views keep every vector whole, and repeat heads in the same way
-    for all slots.
+    A slot outside the pool becomes a slot behind its data. ``read`` reads a pool. Its proof guarantees that its views
+    keep every vector whole, and repeat heads in the same way for all slots.
     """
     gather, *views = read.chain
     _, num_slots, *vector_shape = shape_of(read.root)

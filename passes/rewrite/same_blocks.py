@@ -1,4 +1,4 @@
-"""Let attention read as many blocks of keys as of values."""
+"""Let attention read equal numbers of blocks of keys and of values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 def with_same_blocks(
     graph: Graph, data: tuple[Node, Node], layouts: tuple[PackedLayout, PackedLayout], num_tokens: Any
 ) -> tuple[Node, Node]:
-    """``data``, packed keys and values. If they differ in their blocks of tokens, only the first blocks of both.
+    """Packed keys and values with equal numbers of blocks: ``data``, or the first blocks of both if they differ.
 
     Caches differ if they have room for different numbers of tokens, or if one of them is in a growing buffer. The first
     blocks of a packed cache are the packed cache of the first tokens.

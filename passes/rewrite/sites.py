@@ -17,7 +17,7 @@ Layouts = dict[Node, tuple[Cache, PackedLayout]]
 
 
 def layouts_of(candidates: Iterable[Candidate]) -> Layouts:
-    """The caches of accepted candidates and their layouts. A cache with several readers is there once."""
+    """The caches of accepted candidates and their layouts. A cache with several readers appears once."""
     layouts: Layouts = {}
     for candidate in candidates:
         for cache in candidate.caches:

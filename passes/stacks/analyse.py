@@ -43,7 +43,7 @@ class Stack:
         parts: the nodes that hold a single part, with its value.
         sizes: the nodes that ask for a size of one of ``states``.
         write_back: the ``copy_`` into ``node`` at the end of the graph, if the stack is written.
-        last: the state that ``write_back`` copies. The graph may have made it of other tensors.
+        last: the state that ``write_back`` copies. The graph may have made it from other tensors.
         returned: the outputs of the graph that hold several parts, by position.
     """
 
@@ -128,7 +128,7 @@ def analyse_stack(node: Node, operand: Node) -> Stack | None:
 
 
 def _analyse_stacked(stack: Stack, node: Node) -> None:
-    """Note the parts of ``node``, the last state of the stack, if it was stacked of new values of the parts."""
+    """Note the parts of ``node``, the last state of the stack, if the graph stacked it from new values of the parts."""
     rank, first = len(shape_of(node)), stack.states[stack.node]
     state = first.map(lambda part, value: selected(node, node, stack.dims, part, rank))
     if not any(isinstance(value, Made) and value.at is node for value in state.values.values()):
@@ -174,9 +174,9 @@ def _read_output(stack: Stack, output: Node) -> None:
 def _is_input(stack: Stack, value: Value) -> bool:
     """Whether a last value is the first value of an input, or a view of it.
 
-    The value must be read before that input is overwritten. One copy of the whole stack does so. If there are copies
-    into several inputs, Inductor may let a later copy read an input that an earlier copy has overwritten: two inputs
-    that swap their values would end up equal.
+    The value must be read before that input is overwritten. A single copy of the whole stack guarantees this order. If
+    there are copies into several inputs, Inductor may let a later copy read an input that an earlier copy has
+    overwritten: two inputs that swap their values would end up equal.
     """
     while isinstance(value, Made) or (isinstance(value, Node) and value.op == "call_function"):
         if value.target not in _VIEWS_AND_COPIES:
@@ -187,7 +187,7 @@ def _is_input(stack: Stack, value: Value) -> bool:
 
 
 def _stacked_dims(node: Node, operand: Node) -> tuple[int, ...]:
-    """The dimensions of input ``node`` that constants index on the way to ``operand``; else its first ones."""
+    """The dimensions of input ``node`` that constants index on the way to ``operand``; else its first dimensions."""
     index_map = IndexMap.identity(shape_of(node))
     for user in states_of(operand)[1:]:
         viewed = follow(index_map, user)

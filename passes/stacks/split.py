@@ -55,7 +55,7 @@ def split_stacks(
 
 
 def contiguous_parts(gm: GraphModule, rewritten: Rewritten, packed_stacks: Collection[int]) -> None:
-    """Give plain parts beside packed ones the strides that they have at run time; changes ``rewritten`` in place.
+    """Give plain parts of partly packed stacks their strides at run time; changes ``rewritten`` in place.
 
     A part of a plain stack is a view of it. When the caller packs a stack, it copies each plain part, which is then
     contiguous.

@@ -116,17 +116,3 @@ def test_keys_that_replace_all_of_an_input_are_a_cache(
     graph = make_fx(torch.func.functionalize(make))(torch.empty(B, H, S, D), torch.empty(B, H, 1, D)).graph
     drop_whole_copies(graph)
     assert no_cache(graph.output_node().args[0], "key", later_states=()).reason is reason
-
-
-def test_the_reason_names_the_index_that_reorders_sequences_and_not_the_write_after_it() -> None:
-    def reordered(cache: Tensor, new: Tensor) -> Tensor:
-        cache.copy_(cache[torch.tensor([1, 0])])
-        cache[:, :, torch.tensor([3])] = new
-        return cache
-
-    graph = make_fx(torch.func.functionalize(reordered))(torch.empty(B, H, S, D), torch.empty(B, H, 1, D)).graph
-    drop_whole_copies(graph)
-    root = next(iter(graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default)))
-    refusal = no_cache(root, "key", later_states=())
-    assert refusal.reason is Reason.unknown_write
-    assert refusal.particulars["op"].split()[0] == "aten.index"
