@@ -1,6 +1,6 @@
 """The picture of the README: time and memory of a decode step by context, from the results of ``llama_step.py``.
 
-    python benchmarks/picture.py [benchmarks/results/llama_step-nvidia-h200.json] [--output docs/speed_and_memory.svg]
+    python benchmarks/picture.py [RESULTS.json] [--output docs/speed_and_memory.svg]
 
 The program measures nothing. Each group of bars is one batch and context of the file, and each bar is one format. Steps
 run as CUDA graphs, the faster mode of every format.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MODE = "reduce-overhead"
-SOURCE = RESULTS / "llama_step-nvidia-h200.json"
+SOURCE = RESULTS / "llama_step-nvidia-h100-80gb-hbm3.json"
 PICTURE = RESULTS.parents[1] / "docs" / "speed_and_memory.svg"
 
 SIZE = (8, 6.5)

@@ -16,7 +16,7 @@ from reference_parts import table
 from kvcompile.benching.workloads import Shape
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-DECODE_STEP = "llama_step-nvidia-h200.json"
+DECODE_STEP = "llama_step-nvidia-h100-80gb-hbm3.json"
 REQUESTS = "generate-nvidia-h100-80gb-hbm3.json"
 THROUGHPUT = "throughput-*.json"
 GRAPHS = "reduce-overhead"
