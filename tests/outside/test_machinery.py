@@ -189,7 +189,7 @@ def test_the_page_shows_failures_and_empty_judges(tmp_path: Path, monkeypatch: p
     path.write_text(json.dumps([good.to_dict(), bad.to_dict()]), encoding="utf-8")
     monkeypatch.setattr(outside_parts, "RESULTS", path)
     text = outside_parts.judges()
-    assert "6 tests and models pass plainly, and 5 of these pass packed.\n0 of the other 1 fail for a reason " in text
+    assert "6 tests and models pass plainly, and 5 of these pass packed.\n0 of the other 1 fail for reasons " in text
     assert "1 runs are empty judges" in text
     assert "| a | config, float32 | 3 | 3 | 2 | 0 | 6 of 7 | [1] |" in text
     assert "1. not cached\n2. `test_x`: E: no" in text

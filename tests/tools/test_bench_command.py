@@ -106,9 +106,9 @@ def test_the_examples_of_the_help_and_of_the_pages_run(monkeypatch: pytest.Monke
     ("arguments", "message"),
     [
         ("--policies ,", "--policies: the list is empty"),
-        ("--heads ٨/٢", "give query heads"),
+        ("--heads ٨/٢", "give HEADS/KV"),
         ("--heads 4/3", "--heads: '4/3': give HEADS/KV, where KV divides HEADS"),
-        ("--heads four", "--heads: 'four': give query heads"),
+        ("--heads four", "--heads: 'four': give HEADS/KV"),
         ("--policies int9", "unknown dtype 'int9'"),
         ("--policies auto", "'auto' leaves the cache unpacked"),
         ("--contexts 2kb", "--contexts: '2kb' is not a valid context"),
