@@ -27,7 +27,7 @@ class PackedInput:
         layout: the layout of its packed data.
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         growing: whether it grows by concatenation.
-        is_cache: whether the caller can pass the packed data of a whole cache. False for a view of some other part.
+        is_cache: whether the caller can pass it as the packed data of a whole cache. False for other views of a cache.
         shard: the tokens that it holds, if several ranks hold the cache together.
     """
 

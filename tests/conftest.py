@@ -1,4 +1,4 @@
-"""Which tests run, and with how many threads. ``support/shared_fixtures.py`` has the fixtures."""
+"""The selection of tests, and their number of threads. ``support/shared_fixtures.py`` has the fixtures."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ BEGIN_EARLY = (
 def pytest_configure(config: pytest.Config) -> None:
     """Settings that make compilation in tests cheaper.
 
-    One thread for each of the processes that share the cores: more would wait for each other, and spin meanwhile.
-    Environment variables hold for the programs that tests start, too, and give way to the user's.
+    Each process gets one thread, because processes share the cores: more threads would spin while they wait. The
+    environment variables also hold for programs that tests start. Variables that the user has set stay unchanged.
     """
     # Inductor would compile and load a program for each instruction set of the processor, in every process.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

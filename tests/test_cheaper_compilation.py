@@ -22,7 +22,7 @@ def test_a_function_in_one_piece_of_stack_gives_and_raises_what_it_does_elsewher
         in_one_piece_of_stack(depth)(10**6)
 
 
-def test_a_test_runs_in_a_frame_that_needs_a_piece_of_its_own() -> None:
+def test_a_test_runs_in_a_frame_that_needs_a_separate_piece() -> None:
     assert max(frame.frame.f_code.co_stacksize for frame in inspect.stack(0)) >= 2**17
 
 

@@ -29,8 +29,8 @@ class Place:
     """A line of the user's code.
 
     Attributes:
-        captures_numbers: whether it breaks a graph that ``torch._dynamo.config.capture_scalar_outputs`` keeps in one
-            piece, because it asks for the numbers in a tensor.
+        captures_numbers: whether it breaks the graph because it reads numbers of a tensor. With
+            ``torch._dynamo.config.capture_scalar_outputs`` it does not break the graph.
     """
 
     file: str

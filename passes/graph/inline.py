@@ -230,7 +230,7 @@ def size_node(graph: Graph, size: int | torch.SymInt) -> Node | int:
     if not isinstance(size, torch.SymInt):
         return size
     expr = expression_of(size)
-    tracer = GraphAppendingTracer(graph)  # one for all proxies: operations on two of them ask for it
+    tracer = GraphAppendingTracer(graph)  # operations on two proxies need a common tracer
     proxies = {symbol: Proxy(node, tracer) for symbol, node in symbol_nodes(graph).items()}
     before = set(graph.nodes)
     result = sympy_interp(PythonReferenceAnalysis, proxies, expr).node

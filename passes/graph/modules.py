@@ -25,7 +25,7 @@ def module_name(node: Node) -> str:
 
 
 def layer_index(module: str) -> int | None:
-    """The first number in a qualified module name; in every common model it is the layer."""
+    """The first number in a qualified module name; in every common model, this is the index of the layer."""
     match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
     return int(match.group(1)) if match else None
 

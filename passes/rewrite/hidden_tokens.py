@@ -23,8 +23,8 @@ def hide_first_tokens(graph: Graph, marker: Marker, first_token: Size, num_token
     Args:
         graph: the graph; nodes go to its insertion point.
         marker: an attention to ``num_tokens`` tokens.
-        first_token: the first of them, which is the number of hidden tokens.
-        num_tokens: their number.
+        first_token: the first token that it reads, which is the number of hidden tokens.
+        num_tokens: the number of tokens that it reads.
     """
     first, num = (size_node(graph, size) for size in (first_token, num_tokens))
     if marker.mask is not None:

@@ -82,7 +82,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("hold", "reason"), REFUSED.values(), ids=REFUSED.keys())
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_cache_that_something_else_sees_is_refused_and_stays_as_it_is(hold, reason, mode):
+def test_a_cache_that_something_else_sees_is_refused_and_unchanged(hold, reason, mode):
     with mode():
         cache = values(*shape_of("bhtd", 70))
         before, address = cache.clone(), cache.data_ptr()
@@ -118,7 +118,7 @@ def in_shared_memory(path):
     ("place", "reason"),
     [(in_numpy, "a NumPy array, a file"), (in_a_file, "a NumPy array, a file"), (in_shared_memory, "other processes")],
 )
-def test_a_cache_whose_memory_is_seen_outside_of_pytorch_stays_there_and_the_report_says_so(place, reason, tmp_path):
+def test_a_cache_whose_memory_is_used_outside_of_pytorch_stays_plain_and_the_report_says_so(place, reason, tmp_path):
     def step(keys, entries, x, position):
         keys.index_copy_(2, position, x)
         entries.index_copy_(2, position, x)
@@ -152,7 +152,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize(("make", "reason"), UNFIT.values(), ids=UNFIT.keys())
-def test_a_tensor_that_is_no_plain_cache_is_refused(make, reason):
+def test_a_tensor_that_is_not_a_plain_cache_is_refused(make, reason):
     tensor = make()
     with pytest.raises(AdoptionError, match=reason):
         adopt(tensor, INT8)

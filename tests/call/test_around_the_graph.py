@@ -133,7 +133,7 @@ def test_caches_that_cannot_be_packed_serve_calls_of_any_size_and_number(
 
 
 @node_by_node
-def test_what_holds_a_cache_but_is_garbage_does_not_matter() -> None:
+def test_garbage_that_holds_a_cache_does_not_matter() -> None:
     caches = new_caches()
     cycle: list[Any] = [weakref.ref(caches[0])]
     cycle.append(cycle)
@@ -168,7 +168,7 @@ STEPS: dict[str, Callable[[], list[Step]]] = {
 
 @node_by_node
 @pytest.mark.parametrize("make", STEPS.values(), ids=STEPS.keys())
-def test_steps_in_turn_mean_what_one_function_does(make: Callable[[], list[Step]]) -> None:
+def test_steps_in_turn_give_the_results_of_one_function(make: Callable[[], list[Step]]) -> None:
     steps, caches, expected = make(), new_caches(), new_caches()
     start = 0
     with collect_reports() as report:
@@ -209,7 +209,7 @@ def growing_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, 
 
 
 @node_by_node
-def test_threads_run_compiled_steps_on_caches_of_their_own() -> None:
+def test_threads_run_compiled_steps_on_separate_caches() -> None:
     """Threads adopt caches at once, continue one prompt, and decode.
 
     The threads stay at the same stage, so that all use the same graph of a function. With different graphs, each call

@@ -53,7 +53,7 @@ def test_a_wrong_option_is_an_error_at_the_call(error: type[Exception], options:
     assert "\n" not in str(caught.value)
 
 
-def test_a_policy_that_is_not_given_by_its_name_is_an_error_in_words() -> None:
+def test_a_positional_policy_is_an_error_that_asks_for_a_keyword() -> None:
     with pytest.raises(OptionsError, match=r"keywords only, such as kvquant\(policy='int4'\)"):
         kvquant("int4")  # type: ignore[call-overload]
 
@@ -80,7 +80,7 @@ def test_its_repr_shows_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert repr(kvquant(policy=rules)).startswith("kvquant(policy='Policy ")
 
 
-def test_without_options_it_is_what_the_name_means(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_options_it_equals_the_backend_of_this_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVQUANT_POLICY", "fp8_e4m3")
     backend = kvquant()
     monkeypatch.delenv("KVQUANT_POLICY")  # the backend read it when it was made

@@ -115,7 +115,7 @@ def test_a_shard_of_a_rank_behind_its_group_is_refused() -> None:
         ContextShard(2, 2, "")
 
 
-def test_generate_is_refused_and_the_model_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_is_refused_and_the_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "shard_of", lambda ranks: ContextShard(0, 2, "") if ranks else None)
     model = tiny_llama(vocab_size=32, num_layers=1)
     before = dict(vars(model))

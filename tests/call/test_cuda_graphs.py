@@ -124,7 +124,7 @@ def compile_step(model: Any, cache: Any) -> None:
         compiled(model, "int8_per_token_head")(input_ids=torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
 
 
-def test_what_else_a_step_changes_lies_in_buffers_and_weights_stay_where_they_are(inner_call: dict[str, Any]) -> None:
+def test_other_mutated_inputs_lie_in_buffers_and_weights_keep_their_addresses(inner_call: dict[str, Any]) -> None:
     model = tiny_llama(num_layers=2)
     compile_step(model, prompt_cache(model, "int8_per_token_head", 0))
     gm, examples = inner_call["gm"], inner_call["example_inputs"]

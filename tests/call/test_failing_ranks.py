@@ -56,7 +56,7 @@ def test_no_rank_waits_longer_for_another_than_the_process_group_allows(size: in
     waited = f"waited {program.SECONDS} s (the timeout of the process group) for rank {size - 1}"
     assert all(waited in message for message in messages), messages
     assert any("which failed elsewhere or runs other code" in message for message in messages)
-    assert "rank 0 waited" in messages[-1] or "rank 1 waited" in messages[-1], "who comes late learns who gave up"
+    assert "rank 0 waited" in messages[-1] or "rank 1 waited" in messages[-1], "a late rank learns which rank gave up"
 
 
 @pytest.mark.parametrize("size", SLOW_SIZES)

@@ -88,7 +88,7 @@ def test_a_warning_names_layer_ratio_and_remedy() -> None:
     assert "`key: {dtype: fp8_e4m3}`" in str(found)
 
 
-def test_slots_that_nothing_was_written_to_do_not_count() -> None:
+def test_unwritten_slots_do_not_count() -> None:
     keys = with_outliers(normal_keys(80), 64)
     expected = examine(keys, "turboquant_4bit")
     padded = torch.cat([keys[:, :, :64], torch.zeros(1, 2, 500, 128), keys[:, :, 64:]], 2)
@@ -100,7 +100,7 @@ def test_slots_that_nothing_was_written_to_do_not_count() -> None:
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize(("key_outliers", "warned"), [("warn", True), ("ignore", False)])
-def test_a_cache_that_is_filled_by_eager_code_is_looked_at_when_it_is_packed(key_outliers: str, warned: bool) -> None:
+def test_a_cache_that_is_filled_by_eager_code_is_checked_when_it_is_packed(key_outliers: str, warned: bool) -> None:
     model = give_outlier_keys(small_model(), 16, layers=(1,))
     policy = {"default": {"dtype": "turboquant_4bit_nc"}, "key_outliers": key_outliers}
     compiled = torch.compile(model, backend="kvquant", options={"policy": policy})
@@ -126,14 +126,12 @@ WRITES: dict[str, tuple[Callable[..., Any], Any]] = {
     "computed from values": (lambda cache, x, at: cache.index_copy_(2, at.long(), x), torch.tensor([70.0])),
 }  # fmt: skip
 LOOKED_AT = {"each sequence": [70, 20], "beginning": [0, 0], "computed from values": [0, 0]}
-"""The number of tokens looked at in each of two sequences; [70, 70] for all other writes."""
+"""The number of tokens that are checked in each of two sequences; [70, 70] for all other writes."""
 
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("form", WRITES)
-def test_only_tokens_before_the_first_that_a_call_writes_are_looked_at(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_tokens_before_the_first_written_position_are_checked(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write, place = WRITES[form]
 
     def step(q: torch.Tensor, x: torch.Tensor, caches: list[torch.Tensor], at: Any) -> torch.Tensor:
@@ -156,7 +154,7 @@ def test_only_tokens_before_the_first_that_a_call_writes_are_looked_at(
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("prefilled", [0, 70])
 @pytest.mark.parametrize("factor", [1, 100])
-def test_what_memory_held_before_a_cache_was_allocated_in_it_is_taken_for_no_key(prefilled: int, factor: int) -> None:
+def test_earlier_contents_of_the_memory_of_a_new_cache_do_not_count_as_keys(prefilled: int, factor: int) -> None:
     @torch.compile(backend="kvquant")
     def step(q: torch.Tensor, x: torch.Tensor, caches: list[torch.Tensor], at: torch.Tensor) -> torch.Tensor:
         mask = torch.arange(100) <= at[:, None]
@@ -174,7 +172,7 @@ def test_what_memory_held_before_a_cache_was_allocated_in_it_is_taken_for_no_key
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_pool_whose_memory_holds_anything_is_not_looked_at() -> None:
+def test_a_pool_whose_memory_holds_anything_is_not_checked() -> None:
     def step(q: torch.Tensor, k: torch.Tensor, pools: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
         keys, values = (pool.index_copy_(0, slots, k).index_select(0, slots).transpose(0, 1)[None] for pool in pools)
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values)

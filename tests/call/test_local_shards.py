@@ -78,10 +78,10 @@ def test_a_distributed_parameter_gives_the_answers_of_eager_code(mesh: DeviceMes
     torch.testing.assert_close(model.project.to_local(), plain.project.to_local(), rtol=0, atol=0)
 
 
-def test_packed_caches_need_no_disguise_beside_distributed_parameters(
+def test_packed_caches_are_not_concealed_beside_distributed_parameters(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AOTAutograd sees no tensor subclass, so its wrapper takes nothing apart and packed caches pass as themselves."""
+    """AOTAutograd sees no tensor subclass, so its wrapper unwraps no input, and packed caches pass unchanged."""
     torch.manual_seed(0)
     monkeypatch.setattr(inputs.Concealed, "of", lambda cache: pytest.fail("a packed cache was concealed"))
     three_steps(Attention(mesh), "int8_per_token_head")

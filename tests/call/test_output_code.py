@@ -69,11 +69,11 @@ def test_a_decode_step_stores_in_place_and_buffers_no_dequantized_cache(preset: 
     storage = StorageWeakRef(cache.layers[0].keys.packed.untyped_storage())
     del cache
     gc.collect()
-    assert storage.expired(), "the code or what called it keeps the cache alive"
+    assert storage.expired(), "the code or its caller keeps the cache alive"
 
 
 @pytest.mark.gpu
-def test_what_a_mask_shows_is_found_out_once_for_all_layers() -> None:
+def test_the_visible_range_of_a_mask_is_computed_once_for_all_layers() -> None:
     code, _, _ = decode_step_code("int8_per_token_head", "cuda", num_layers=3)
     assert len(re.findall(r"kvcompile\.visible_range\.default\(", code)) == 1
     assert len(re.findall(r"kvcompile\.attention\.default\(", code)) == 3
@@ -81,7 +81,7 @@ def test_what_a_mask_shows_is_found_out_once_for_all_layers() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("preset", [PRESETS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS[1:])])
-def test_packed_bytes_are_those_of_the_formats_arithmetic(
+def test_packed_bytes_equal_the_arithmetic_of_the_formats(
     preset: str, device: str, request: pytest.FixtureRequest
 ) -> None:
     torch._dynamo.reset()

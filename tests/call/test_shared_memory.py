@@ -60,7 +60,7 @@ def test_disjoint_views_of_one_cache_may_be_written(views: Views) -> None:
 
 
 @pytest.mark.parametrize("views", OVERLAPPING.values(), ids=OVERLAPPING.keys())
-def test_what_overlaps_may_be_read_and_not_written(views: Views) -> None:
+def test_overlapping_views_may_be_read_and_not_written(views: Views) -> None:
     one, other = views(packed())
     check_distinct([], [one, other])
     for written, read in both_ways(one, other):
@@ -75,7 +75,7 @@ def test_tokens_that_share_a_residual_are_not_disjoint() -> None:
     check_distinct([cache[:1]], [cache[1:]])
 
 
-def test_a_growing_cache_that_is_written_leaves_the_storage_of_those_that_it_continues() -> None:
+def test_a_growing_cache_that_is_written_leaves_the_storage_of_the_caches_that_it_continues() -> None:
     cache = packed(tokens=70, growing=True)
     longer = torch.cat([cache, torch.randn(BATCH, HEADS, 1, HEAD_DIM)], 2)
     check_distinct([cache], [longer])

@@ -1,4 +1,4 @@
-"""What PyTorch does with the names in ``kvcompile/compat``, where a rename would raise nothing."""
+"""PyTorch uses the names in ``kvcompile/compat`` as expected; a rename of these names would raise nothing."""
 
 from __future__ import annotations
 

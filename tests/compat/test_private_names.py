@@ -138,7 +138,7 @@ def test_a_public_name_is_not(code: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert found_in(code, tmp_path, monkeypatch) == []
 
 
-def test_the_room_says_for_each_file_what_takes_over() -> None:
+def test_the_room_names_a_fallback_for_each_file() -> None:
     silent = [
         path.name
         for path in sorted(ROOM.glob("*.py"))

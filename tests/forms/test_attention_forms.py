@@ -71,9 +71,9 @@ CASES = [
 ]
 
 GENERATED_ON_CPU = [Case(mask="causal", q_len=5), Case(mask="float"), *CASES[-3:]]
-"""Dtypes, masks and formats whose generated code is slow to compile, and of which little is different. The test of
-chunks below generates code for a format without a rotation, in float32, and test_output_code.py for one with a
-rotation, in bfloat16."""
+"""Dtypes, masks and formats whose generated code is slow to compile and differs little. The test of chunks below
+generates code for a format without a rotation, in float32, and test_output_code.py for a format with a rotation, in
+bfloat16."""
 
 
 def repeat_kv(x: Tensor, repeats: int) -> Tensor:

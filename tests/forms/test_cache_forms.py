@@ -139,7 +139,7 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(wri
 
 @pytest.mark.parametrize("options", [WITHOUT_VECTORS, pytest.param({}, id="vectors", marks=pytest.mark.slow)])
 def test_generated_code_writes_keys_per_sequence_and_values_in_a_mask(options: dict[str, Any]) -> None:
-    """What Inductor meets beside index_copy, which test_attention_forms.py has."""
+    """Inductor compiles these writes; test_attention_forms.py has index_copy."""
     check_steps(index_put_per_sequence, masked_update, "bthd", options)
 
 

@@ -1,4 +1,4 @@
-"""Keys that are computed from a cache in every step, as by a rotary embedding behind the cache.
+"""Keys that are computed from a cache in every step, for example by a rotary embedding after the cache.
 
 The caches are packed, and dequantized where the model reads them. Compiled steps equal plain code in a lossless format,
 and eager code on packed caches in a lossy one. Graphs run node by node.
@@ -148,7 +148,7 @@ IDS = [*(compute.__name__ for compute in COMPUTED), *(step.__name__ for step in 
         for is_lossless in (True, False)
     ],
 )
-def test_keys_that_are_computed_from_a_cache_are_dequantized_for_it(step: Step, is_lossless: bool) -> None:
+def test_a_cache_is_dequantized_for_keys_that_are_computed_from_it(step: Step, is_lossless: bool) -> None:
     given = caches(axes=STATIC[step])
     expected = [x.clone() for x in given] if is_lossless else packed(given, STATIC[step])
     q, k, v = rows(3)

@@ -23,13 +23,13 @@ Update = Callable[[Tensor, Tensor], Tensor]
 """Adds new vectors [batch, heads, n, head_dim] to a window; returns the vectors that attention reads."""
 
 
-def read_what_leaves(window: Tensor, x: Tensor) -> Tensor:
+def read_the_leaving_tokens(window: Tensor, x: Tensor) -> Tensor:
     whole = torch.cat([window[:, :, 1:], x], 2)
     window.copy_(whole[:, :, -WINDOW:])
     return whole
 
 
-def read_what_is_left(window: Tensor, x: Tensor) -> Tensor:
+def read_the_remaining_tokens(window: Tensor, x: Tensor) -> Tensor:
     window.copy_(torch.cat([window, x], -2)[:, :, -WINDOW:, :])
     return window
 
@@ -54,7 +54,7 @@ def fill_up(window: Tensor, x: Tensor) -> Tensor:
 
 def read_by(update: Update, past: Tensor, x: Tensor) -> Tensor:
     """The vectors that attention reads, [batch, heads, tokens, head_dim]: the window and the vectors that enter it."""
-    begin, end = {read_what_leaves: (1, WINDOW), tokens_before_heads: (1, WINDOW), fill_up: (0, WINDOW - 4)}.get(
+    begin, end = {read_the_leaving_tokens: (1, WINDOW), tokens_before_heads: (1, WINDOW), fill_up: (0, WINDOW - 4)}.get(
         update, (x.shape[2], WINDOW)
     )
     return torch.cat([past[:, :, begin:end], x], 2)
@@ -72,9 +72,9 @@ def compiled(update: Update, policy: str, on_unsupported: str = "error") -> Call
 @pytest.mark.parametrize(
     ("update", "policy", "steps"),
     [
-        (read_what_leaves, "int8_per_token_head", (3, 5, 200)),
-        pytest.param(read_what_leaves, "int8_per_token_head", (3, 1, 5, 64, 200), marks=pytest.mark.slow),
-        (read_what_is_left, "turboquant_4bit_nc", (1, 64, 69)),
+        (read_the_leaving_tokens, "int8_per_token_head", (3, 5, 200)),
+        pytest.param(read_the_leaving_tokens, "int8_per_token_head", (3, 1, 5, 64, 200), marks=pytest.mark.slow),
+        (read_the_remaining_tokens, "turboquant_4bit_nc", (1, 64, 69)),
         (make_room_first, "fp8_e4m3", (3, 69)),
         (tokens_before_heads, "turboquant_k8v4", (3, 7)),
         (fill_up, "int4_per_token_head", (4, 9)),
@@ -108,7 +108,7 @@ def test_every_token_is_quantized_once_and_read_by_all_queries_that_see_it(
 
 
 def summed_up(window: Tensor, x: Tensor) -> Tensor:
-    whole = read_what_leaves(window, x)
+    whole = read_the_leaving_tokens(window, x)
     x.copy_(whole.sum())
     return whole
 
@@ -126,7 +126,7 @@ def a_token_twice(window: Tensor, x: Tensor) -> Tensor:
 
 
 def seen_before(window: Tensor, x: Tensor) -> Tensor:
-    return read_what_leaves(window, x + window.mean(2, keepdim=True))
+    return read_the_leaving_tokens(window, x + window.mean(2, keepdim=True))
 
 
 REFUSED: dict[Update, str] = {
@@ -169,7 +169,7 @@ def test_windows_that_are_copied_into_each_other_are_refused() -> None:
 def test_a_format_whose_tokens_share_scales_is_refused() -> None:
     q, k, v = (torch.randn(BATCH, heads, 3, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
     keys, values = (torch.randn(BATCH, NUM_KV_HEADS, WINDOW, HEAD_DIM) for _ in range(2))
-    compiled(read_what_leaves, "int4", "ignore")(q, k, v, keys, values)
+    compiled(read_the_leaving_tokens, "int4", "ignore")(q, k, v, keys, values)
     (site,) = last_report().sites
     assert "moves tokens" in str(site.reason)
 

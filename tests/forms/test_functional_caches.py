@@ -173,7 +173,7 @@ def test_a_returned_cache_is_packed_and_the_caches_that_were_passed_keep_their_v
     ],
     ids=lambda param: getattr(param, "__name__", param),
 )
-def test_a_returned_cache_in_a_lossy_format_equals_that_of_eager_code(write: Write, axes: str) -> None:
+def test_a_returned_cache_in_a_lossy_format_equals_the_cache_of_eager_code(write: Write, axes: str) -> None:
     step, plain = functional_step(write, axes), caches(axes)
     n = 1 if write in (select_scatter, where) else 65
     check_steps(step, LOSSY, list(packed(plain, axes)), list(packed(plain, axes)), (n,))

@@ -133,7 +133,7 @@ def refused_beside_packed(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tens
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_growing_stack_of_which_nothing_is_packed_is_returned_as_a_plain_tensor() -> None:
+def test_a_growing_stack_without_packed_parts_is_returned_as_a_plain_tensor() -> None:
     def fn(one: Tensor, other: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, ...]:
         return refused_beside_packed((one, other), q, k, v, pos)  # type: ignore[arg-type]
 

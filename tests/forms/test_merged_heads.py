@@ -1,6 +1,6 @@
 """Caches with all heads of a token in one dimension, [batch, tokens, num_heads * head_dim], as in Whisper, are packed.
 
-Each head of a token is quantized on its own. Compiled steps equal plain code in a lossless format, and eager code on
+Each head of a token is quantized separately. Compiled steps equal plain code in a lossless format, and eager code on
 packed caches in a lossy one. Graphs run node by node.
 """
 

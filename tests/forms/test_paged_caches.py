@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
 @pytest.mark.usefixtures("operators_traced")
-def test_every_form_is_packed_and_means_what_it_does_on_packed_pools(fn: Step, rewritten_graphs: list[Graph]) -> None:
+def test_every_form_is_packed_and_equals_eager_code_on_packed_pools(fn: Step, rewritten_graphs: list[Graph]) -> None:
     pools = plain_pools(fn)
     reference = reference_pools(pools)
     storage = pools[0].untyped_storage()._weak_ref()
@@ -97,7 +97,7 @@ def test_packed_pools_arrive_and_all_sizes_may_be_symbols(traced: bool, request:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_the_size_of_a_block_may_be_that_of_a_later_input() -> None:
+def test_the_size_of_a_block_may_be_the_size_of_a_later_input() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
         *places, half = places
         torch._check(keys.shape[1] == 2 * half.shape[0])
@@ -147,7 +147,7 @@ def test_a_packed_pool_knows_that_heads_come_first_where_indices_name_whole_bloc
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_layers_may_read_one_pool_by_tables_of_their_own() -> None:
+def test_layers_may_read_one_pool_by_different_tables() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
         slots, table, mask = places
         out = blocks_and_offsets(q, k, v, keys, values, slots, table, mask)

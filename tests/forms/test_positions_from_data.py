@@ -52,7 +52,7 @@ def assigned_slice(cache: Tensor, x: Tensor, start: int) -> None:
 
 @pytest.mark.parametrize("write", [narrow, assigned_slice])
 @one_graph
-def test_a_cache_is_packed_that_is_written_from_a_position_in_a_tensor(write: Write) -> None:
+def test_a_cache_that_is_written_from_a_position_in_a_tensor_is_packed(write: Write) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         start = positions[0].item()
         write(keys, k, start), write(values, v, start)
@@ -187,7 +187,7 @@ def test_a_size_from_data_is_refused_and_the_result_stays_right(step: Callable[.
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_use_whose_size_only_data_determine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_use_with_a_data_dependent_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def undecided(self: CacheFinder, cache: object) -> None:
         raise GuardOnDataDependentSymNode(sympy.Symbol("u0") > 1)
 

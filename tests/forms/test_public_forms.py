@@ -198,7 +198,7 @@ def one_sequence(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) ->
 
 
 @pytest.mark.parametrize(("layer", "policy"), [(llama, POLICIES[0]), (mistral, POLICIES[1])])
-def test_a_cache_of_its_own_tensors_is_packed(layer: Layer, policy: str) -> None:
+def test_a_cache_in_separate_tensors_is_packed(layer: Layer, policy: str) -> None:
     caches = sequences_first("keys", "values")
     check_layer(layer, caches, policy)
     assert all(isinstance(cache, PackedTensor) for cache in caches.values())
@@ -239,7 +239,7 @@ def test_operations_of_packed_caches_in_eager_code_are_not_compiled() -> None:
         (one_sequence, (MAX_LEN, NUM_KV_HEADS, HEAD_DIM), NUM_KV_HEADS, "int8_per_token_head"),
     ],
 )
-def test_a_cache_of_three_dimensions_is_one_of_one_head_or_of_one_sequence(
+def test_a_cache_of_three_dimensions_has_one_head_or_one_sequence(
     layer: Layer, shape: tuple[int, ...] | None, num_kv_heads: int, policy: str
 ) -> None:
     caches = {name: torch.zeros(shape) for name in ("keys", "values")} if shape else {}

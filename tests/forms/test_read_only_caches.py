@@ -85,7 +85,7 @@ def as_rank_3(keys: Tensor, values: Tensor) -> tuple[Any, Callable[..., Tensor]]
 
 
 @pytest.mark.parametrize("form", [as_tensors, as_a_dict, as_rank_3])
-def test_arguments_are_packed_after_the_mark_and_mean_what_eager_code_on_packed_caches_means(
+def test_arguments_are_packed_after_the_mark_and_equal_eager_code_on_packed_caches(
     form: Callable[..., tuple[Any, Callable[..., Tensor]]],
 ) -> None:
     held, step = form(*caches())
@@ -114,7 +114,7 @@ def test_without_the_mark_they_stay_plain_and_the_reason_names_the_remedy() -> N
     assert "kvcompile.pack_" in str(site.remedy)
 
 
-def test_an_argument_under_a_key_with_a_dot_is_no_attribute() -> None:
+def test_an_argument_under_a_key_with_a_dot_is_not_an_attribute() -> None:
     def step(q: Tensor, memory: dict[str, Tensor]) -> Tensor:
         return attend(q, memory["layer.keys"], memory["layer.values"])
 

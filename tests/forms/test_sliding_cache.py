@@ -66,7 +66,7 @@ def cut_once_it_is_full(window: Window, x: Tensor, size: int) -> Tensor:
 
 
 class Layer:
-    """Attention over a window, for compiled code and for eager code on packed caches, which gives its meaning."""
+    """Attention over a window, for compiled code and for its reference, eager code on packed caches."""
 
     def __init__(self, update: Update, size: int, policy: str, **options: Any) -> None:
         self.update, self.size = update, size
@@ -135,7 +135,7 @@ def test_every_form_of_window_keeps_the_bytes_of_its_tokens(
         layer.run(tokens)
 
 
-def test_the_graph_for_a_gpu_means_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_for_a_gpu_gives_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(insert_ops, "_uses_kernels", lambda data: True)  # operators run their specification on a CPU
     layer = Layer(read_all_keep_the_last, 70, "int4_per_token_head", on_unsupported="error")
     for tokens in (80, 1):
@@ -243,7 +243,7 @@ def test_other_uses_of_a_window_are_refused(update: Callable[[Tensor, Tensor], t
     assert [site.reason_code for site in last_report().sites] == [UNSAFE[update]]
 
 
-def test_a_part_of_a_packed_cache_is_not_taken_for_a_cache_of_its_own() -> None:
+def test_a_part_of_a_packed_cache_is_not_taken_for_a_separate_cache() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys.index_copy_(2, torch.tensor([5]), k)
         values.index_copy_(2, torch.tensor([5]), v)

@@ -51,7 +51,7 @@ def of_the_first(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, 
     return attend(q, keys[:batch, : start + n], values[:batch, : start + n], visible)
 
 
-def of_those_behind(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+def of_later_sequences(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
     batch, n = k.shape[:2]
     positions = torch.arange(start, start + n, device=q.device)
     keys[1 : 1 + batch].index_copy_(1, positions, k)
@@ -75,7 +75,7 @@ def of_the_first_behind_tokens(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, va
     return attend(q, keys[:, :batch].transpose(0, 1), values[:, :batch].transpose(0, 1), visible)
 
 
-STEPS = {of_the_first: (2, "bthd"), of_those_behind: (2, "bthd"), of_one_and_heads_first: (1, "bthd")}
+STEPS = {of_the_first: (2, "bthd"), of_later_sequences: (2, "bthd"), of_one_and_heads_first: (1, "bthd")}
 STEPS[of_the_first_behind_tokens] = (3, "tbhd")
 
 
@@ -86,11 +86,11 @@ STEPS[of_the_first_behind_tokens] = (3, "tbhd")
         on_gpu=itertools.product(STEPS, POLICIES),
         on_cpu=[
             (of_the_first, "turboquant_4bit_nc"),
-            (of_those_behind, "int4"),
+            (of_later_sequences, "int4"),
             (of_one_and_heads_first, "int4"),
             (of_the_first_behind_tokens, "int8_per_token_head"),
         ],
-        generated_on_cpu=[(of_those_behind, "int4")],
+        generated_on_cpu=[(of_later_sequences, "int4")],
     ),
 )
 def test_only_the_sequences_of_a_step_are_written_and_read(
@@ -102,7 +102,7 @@ def test_only_the_sequences_of_a_step_are_written_and_read(
     expected = [packed_copy(cache, role, policy, axes) for cache, role in zip(caches, ("key", "value"), strict=True)]
     run = compiled(step, policy)
     start = 0
-    for n in (70, 1) if step in (of_those_behind, of_one_and_heads_first) else (70, 1, 5):  # a length takes a graph
+    for n in (70, 1) if step in (of_later_sequences, of_one_and_heads_first) else (70, 1, 5):  # a length takes a graph
         new = new_tokens(batch, n, device)
         torch.testing.assert_close(run(*new, *caches, start), step(*new, *expected, start), rtol=1e-3, atol=1e-3)
         start += n
@@ -116,7 +116,7 @@ def test_only_the_sequences_of_a_step_are_written_and_read(
 def test_how_many_sequences_and_which_may_change_from_step_to_step(
     starts_packed: bool, request: pytest.FixtureRequest
 ) -> None:
-    """One graph serves packed caches. Plain caches, a first sequence 0 and one token take graphs of their own."""
+    """One graph serves packed caches. Plain caches, a first sequence 0 and one token take separate graphs."""
     if not starts_packed:
         request.getfixturevalue("operators_traced")
     request.getfixturevalue("without_code_generation")

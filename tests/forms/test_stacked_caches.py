@@ -60,7 +60,7 @@ once or part by part."""
     ],
     ids=lambda param: getattr(param, "__name__", None),
 )
-def test_every_form_means_what_it_does_on_packed_caches_and_frees_the_plain_tensor(
+def test_every_form_equals_eager_code_on_packed_caches_and_frees_the_plain_tensor(
     fn: Step, begins: tuple[int, ...], rewritten_graphs: list[Graph]
 ) -> None:
     cache = plain_stack(fn)
@@ -123,7 +123,7 @@ PARTLY: dict[str, tuple[Step, Any]] = {
         {"version": 1, "rules": [{"match": {"layers": "0"}, "dtype": "auto"}], "default": {"dtype": POLICY}},
     ),
     "the graph does not use it": (layer_1, POLICY),
-    "the graph uses it in ways of its own": (layer_1_beside_others_that_are_computed_from_each_other, POLICY),
+    "the graph uses it in other ways": (layer_1_beside_others_that_are_computed_from_each_other, POLICY),
 }
 
 
@@ -209,7 +209,7 @@ def key_and_value_in_other_order(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, po
     return assignment(kv, q, k, v, pos) + attend(q, kv[1], kv[0], pos)
 
 
-def keys_become_those_of_the_other_layer(cache: Tensor, *rest: Tensor) -> Any:
+def keys_become_keys_of_the_other_layer(cache: Tensor, *rest: Tensor) -> Any:
     cache[1, 0] = cache[0, 0]
     return layer_1(cache, *rest)
 
@@ -263,13 +263,13 @@ REFUSED: dict[Step, tuple[str, str]] = {
     overlapping_parts: ("part_of_tensor", "aten.as_strided"),
     accumulated_at_once: ("unknown_write", "accumulates"),
     key_and_value_in_other_order: ("other_role", "value cache of another"),
-    keys_become_those_of_the_other_layer: ("not_written_back", "out of place"),
+    keys_become_keys_of_the_other_layer: ("not_written_back", "out of place"),
     a_part_is_returned: ("used_elsewhere", "the caller"),
 }
 
 REFUSED_BY_ANOTHER_CHECK: dict[Step, tuple[str, str]] = {
     hidden_by_a_mask_of_both: ("unknown_write", "aten.where"),
-    keys_become_those_of_the_other_layer: ("unknown_write", "aten.copy"),
+    keys_become_keys_of_the_other_layer: ("unknown_write", "aten.copy"),
 }
 """The checks that refuse the same code since PyTorch 2.15, which writes it in other operators."""
 
@@ -319,7 +319,7 @@ def test_a_packed_stack_beside_a_view_of_its_part_is_told_apart_at_run_time(read
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_stack_of_which_a_part_is_held_elsewhere_stays_plain_and_the_report_says_so() -> None:
+def test_a_stack_with_a_part_held_elsewhere_stays_plain_and_the_report_says_so() -> None:
     cache = plain_stack(index_copy)
     expected_cache, args, held = cache.clone(), inputs(2, 5), cache[1]
     torch.testing.assert_close(compiled(index_copy)(cache, *args), index_copy(expected_cache, *args))

@@ -166,7 +166,7 @@ def test_a_step_on_transposed_keys_equals_plain_and_eager_packed_code(
                 )
             out, *past = run(q, k, v, past, start)
             result, *expected = step(q, k, v, expected, start)
-            if policy == LOSSLESS or isinstance(expected[0], PackedTensor):  # a first prompt reads new keys as they are
+            if policy == LOSSLESS or isinstance(expected[0], PackedTensor):  # a first prompt reads unquantized new keys
                 torch.testing.assert_close(out, result, rtol=1e-4, atol=1e-5)
             start += n
     assert {site.reason_code for site in report.sites} == {None}

@@ -98,7 +98,7 @@ def test_generated_code_keeps_the_rounding_of_the_model(write: Write, dtype: tor
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("source", ["placeholder", "cast"])
-def test_bits_are_asked_for_where_compiled_code_computes_what_it_stores(device: str, source: str) -> None:
+def test_compiled_code_that_computes_stored_values_rounds_them_through_their_bits(device: str, source: str) -> None:
     """On CUDA a store is an operator, whose operands lie in memory and are rounded."""
     graph = Graph()
     with FakeTensorMode():

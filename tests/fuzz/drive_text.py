@@ -196,7 +196,7 @@ class _Drive:
         return f"new({', '.join(map(str, self._shape(name)))})"
 
     def _fresh(self, name: str) -> str:
-        """A cache in memory of its own; the reference of a lossy format packs it."""
+        """A cache in separate memory; the reference of a lossy format packs it."""
         layer, shape = self._layer(name), self._shape(name)
         if layer.kind in POOLS or name.startswith("kv"):
             return self._plain(name)

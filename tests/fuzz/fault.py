@@ -1,6 +1,6 @@
 """A fault of the project: a function that replaces another one.
 
-A fault drops a check, or computes something slightly else. :mod:`fuzz.mutations` runs the fuzzer against each of them.
+A fault drops a check, or changes a computation slightly. :mod:`fuzz.mutations` runs the fuzzer against each of them.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ FIXED_NAMES = (
     "tensor", "packed", "stack", "pool", "list", "dict", "object", "class", "DynamicCache", "F64", "U8", "C64", "\0",
     "x" * 300,
 )  # fmt: skip
-"""Words that mean something in some file."""
+"""Words that have a meaning in one of the files."""
 
 MODULE = "model.layers.0.self_attn"
 _LARGEST = {"version": 1, "largest": {f"model.layers.{i}.self_attn": {"key": 12.5, "value": 1.75} for i in range(2)}}
@@ -58,11 +58,11 @@ class Kind:
 
     Attributes:
         write: writes a valid file.
-        read: reads a file as kvcompile does, and returns what it means.
+        read: reads a file as kvcompile does, and returns its content.
         error: the error of a file that is not valid.
         suffix: the end of the file's name.
         edit_tree: the content of a file whose JSON is changed, with digests that fit; None for text.
-        fault: what is wrong with a result; empty if nothing is. Takes whether digests fit the changed file.
+        fault: the fault of a result, as text; empty without a fault. Takes whether digests fit the changed file.
         most_lines: the most lines of a message.
     """
 

@@ -1,4 +1,4 @@
-"""The programs that every run of the tests looks at: the same ones each time, in groups of one kind."""
+"""The programs that every run of the tests checks: the same programs each time, in groups of one kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fuzz.twists import TWISTS
 from fuzz.write_text import FORMS
 
 SHARE_REWRITTEN = 0.8
-"""The share of programs without a twist that must be packed: the fuzzer tests nothing of programs that stay plain."""
+"""The share of programs without a twist that must be packed, because the fuzzer tests nothing in a plain program."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from fuzz.search import Failure, Statistics, search
 PROGRAMS_OF_A_SEED = 10
 
 _SEEDS_OF_A_PROCESS = 30
-"""Then a new process takes over, so that memory stays flat."""
+"""After this number of seeds a new process takes over, so that memory stays flat."""
 
 _MINUTE = 60.0
 

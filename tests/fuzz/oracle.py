@@ -82,7 +82,7 @@ class New:
         return torch.randperm(count, generator=self.generator).to(self.device)
 
     def table(self, batch: int, blocks: int) -> Tensor:
-        """A block table in which every sequence has blocks of its own, and block 0 belongs to none."""
+        """A block table in which every sequence has separate blocks, and block 0 belongs to no sequence."""
         return 1 + self.order(batch * blocks).view(batch, blocks)
 
 
@@ -119,7 +119,7 @@ class Outcome:
 
 
 class Difference(AssertionError):
-    """The packed program yields something else than the plain one."""
+    """The packed program yields other values than the plain program."""
 
 
 def step_of(text: str) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def _difference(value: Tensor, expected: Tensor, tolerance: float) -> str:
 
 
 def _is_on_purpose(error: BaseException) -> bool:
-    """Whether an error, or an error that caused it, is one that kvcompile raises with a remedy."""
+    """Whether an error, or an error that caused it, comes from kvcompile and tells a remedy."""
     known = (KVCompileError, NotImplementedError)
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:

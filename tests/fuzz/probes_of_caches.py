@@ -363,7 +363,7 @@ def a_growing_cache_is_also_overwritten(compile: Any, new: Any) -> Iterator[Any]
 
 
 @shows("a functional cache is written in place", starts_packed=True)
-def a_cache_that_is_written_out_of_place_keeps_itstokens(compile: Any, new: Any) -> Iterator[Any]:
+def a_cache_that_is_written_out_of_place_keeps_its_tokens(compile: Any, new: Any) -> Iterator[Any]:
     def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> tuple[Tensor, ...]:
         kc, vc = kc.index_copy(2, pos, k), vc.index_copy(2, pos, v)
         return sdpa(q, kc, vc), kc, vc

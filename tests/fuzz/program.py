@@ -1,4 +1,4 @@
-"""A decode program as a small tree: what it keeps, how it writes and attends, and what happens between its steps."""
+"""A decode program as a small tree: its caches, its writes and its attention, and the eager code between its steps."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Program:
         policy: the format of all caches.
         dtype: the dtype of queries and caches.
         holder: ``arguments``, ``dict`` or ``module``: who holds the caches.
-        stack: how keys and values share a tensor, a key of ``step_text.STACKS``; ``none`` for tensors of their own.
+        stack: how keys and values share a tensor, a key of ``step_text.STACKS``; ``none`` for separate tensors.
         memory: how the caches lie in memory, a key of ``drive_text.MEMORY``.
     """
 

@@ -70,7 +70,7 @@ def test_a_printed_program_is_a_test(tmp_path: Path) -> None:
         runpy.run_path(str(file))["test_a_program_that_differed"]()
 
 
-def test_every_fault_has_a_title_of_its_own() -> None:
+def test_every_fault_has_a_unique_title() -> None:
     titles = [fault.title for fault in FAULTS]
     assert len(titles) == len(set(titles)) >= 30
     assert SURVIVORS.keys() <= set(titles)

@@ -61,7 +61,7 @@ def _nothing() -> None:
     pass
 
 
-def test_no_program_begins_after_the_end_and_a_failing_one_stays_as_large_as_it_was(
+def test_no_program_begins_after_the_end_and_a_failing_one_is_not_made_smaller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[Program] = []

@@ -1,4 +1,4 @@
-"""``verify`` refuses what a planted fault makes wrong, so that the program is right, and refuses nothing else."""
+"""``verify`` refuses sites that a planted fault makes wrong, so that results are right, and refuses nothing else."""
 
 from __future__ import annotations
 

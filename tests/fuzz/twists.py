@@ -125,7 +125,7 @@ TWISTS = {
     "values_of_next_sequence": Twist(read="values = values.roll(1, 0)"),
     "first_head": Twist(read_as="{x}[:, :1].expand(-1, {x}.shape[1], -1, -1)"),
     "tail_of_values": Twist(read="keys, values = keys[:, :, :-1], values[:, :, 1:]"),
-    # The tensor of which the caches are parts.
+    # Uses of the tensor that has the caches as parts.
     "base_scaled": Twist(after="base.mul_(0.5)", needs_base=True),
     "base_written": Twist(written="base.narrow(0, 0, 1).fill_(0.5)", needs_base=True),
     "base_read": Twist(after="extra{number} = base.sum()", returns=True, needs_base=True),

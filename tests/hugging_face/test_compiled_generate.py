@@ -121,7 +121,7 @@ def test_every_way_to_decode_gives_the_same_tokens_with_one_packed_cache(
 
 
 @pytest.mark.parametrize("implementation", [None, pytest.param("static", marks=assisted_on_static_caches)])
-def test_guesses_of_an_assistant_that_are_wrong_are_cropped(implementation: str | None, made: list[Any]) -> None:
+def test_wrong_guesses_of_an_assistant_are_cropped(implementation: str | None, made: list[Any]) -> None:
     expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE, max_new_tokens=24)
     model, helper = compiled_llama(), kvcompile.compile(assistant(), policy=LOSSLESS)
     arguments = {"inputs": REPETITIVE, "cache_implementation": implementation, "max_new_tokens": 24}
@@ -131,7 +131,7 @@ def test_guesses_of_an_assistant_that_are_wrong_are_cropped(implementation: str 
     assert isinstance(made[0].layers[0].keys, PackedTensor)
 
 
-def test_attentions_of_assisted_decoding_are_as_wide_as_those_of_transformers() -> None:
+def test_attentions_of_assisted_decoding_are_as_wide_as_in_transformers() -> None:
     arguments = {"inputs": REPETITIVE, "output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 4}
     plain, model = tiny_llama(num_layers=1), kvcompile.compile(tiny_llama(num_layers=1), policy=LOSSLESS)
     for each in (plain, model):
@@ -144,8 +144,8 @@ def test_attentions_of_assisted_decoding_are_as_wide_as_those_of_transformers() 
     ("policy", "arguments"),
     in_turn(FORMATS, [{}, {"num_beams": 3}, {"do_sample": True}]),
 )
-def test_tokens_are_those_of_a_packed_cache_that_is_passed(policy: str, arguments: dict[str, Any]) -> None:
-    """Both read prompts packed: a model that is not prepared reads its own prompt so."""
+def test_tokens_equal_the_tokens_of_a_packed_cache_that_is_passed(policy: str, arguments: dict[str, Any]) -> None:
+    """Both read prompts packed, as a model that is not prepared does."""
     plain, model = tiny_llama(num_layers=1), compiled_llama(reading_packed(policy))
     for num_tokens in (60, 30):  # the second request reuses the memory of the first
         arguments |= left_padded(num_tokens)
@@ -234,7 +234,7 @@ def test_sizes_of_a_cache_that_are_no_positive_integers_are_named(arguments: tup
         kvcompile.static_cache(tiny_llama(num_layers=1), *arguments, "int4")
 
 
-def test_things_that_are_no_model_are_named() -> None:
+def test_objects_that_are_not_models_are_named() -> None:
     name: Any = "path/to/model"
     with pytest.raises(OptionsError, match=r"^compile: expected a module or a function, got str; load the model"):
         kvcompile.compile(name)
@@ -263,7 +263,7 @@ def test_requests_in_inference_mode_and_outside_of_it_take_turns() -> None:
             assert torch.equal(generated(model, **left_padded()), expected)
 
 
-def test_two_requests_at_once_have_caches_of_their_own(made: list[Any]) -> None:
+def test_two_requests_at_once_have_separate_caches(made: list[Any]) -> None:
     prompts = [left_padded(20), left_padded(30)]
     expected = [generated(tiny_llama(num_layers=1), **prompt) for prompt in prompts]
     model, together = compiled_llama(), Barrier(2)
@@ -310,7 +310,7 @@ def test_a_returned_cache_is_the_callers_and_grows_with_the_conversation(policy:
     assert cache.layers[0].keys.shape[2] >= first.sequences.shape[1] - 1
 
 
-def test_embeddings_of_the_whole_conversation_need_no_room_on_top_of_it() -> None:
+def test_embeddings_of_the_whole_conversation_need_no_additional_room() -> None:
     model, plain = compiled_llama(), tiny_llama(num_layers=1)
     prompt = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
     cache = kvcompile.static_cache(plain, 1, 64, LOSSLESS)
@@ -410,7 +410,9 @@ UNSERVED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("make", "arguments"), UNSERVED.values(), ids=UNSERVED.keys())
-def test_what_cannot_be_served_runs_as_without_us(make: Callable[[], Any], arguments: dict[str, Any]) -> None:
+def test_a_request_that_cannot_be_served_runs_as_without_kvcompile(
+    make: Callable[[], Any], arguments: dict[str, Any]
+) -> None:
     prompt = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
     expected = generated(make(), inputs=prompt, **arguments)
     model = kvcompile.compile(make(), policy=LOSSLESS)
@@ -492,7 +494,7 @@ def test_a_model_that_does_not_run_with_a_static_cache_gets_one_clear_line(monke
     assert report.notes[0] == line
 
 
-def test_a_compile_config_besides_is_an_error() -> None:
+def test_an_additional_compile_config_is_an_error() -> None:
     config = transformers.CompileConfig()
     with pytest.raises(OptionsError, match=r"drop compile_config, or call kvcompile.uncompile\(model\)"):
         generated(compiled_llama(), inputs=REPETITIVE, compile_config=config)
@@ -536,7 +538,7 @@ def test_copies_generate_as_their_class_does(copied: Callable[[Any], Any], made:
     assert len(made) == 1
 
 
-def test_calls_outside_of_generate_are_compiled_as_model_compile_does_it() -> None:
+def test_calls_outside_of_generate_are_compiled_as_by_model_compile() -> None:
     model, plain = compiled_llama(), tiny_llama(num_layers=1)
     cache, expected = (transformers.StaticCache(config=model.config, max_cache_len=64) for _ in range(2))
     with torch.no_grad():

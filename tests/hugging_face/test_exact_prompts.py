@@ -33,7 +33,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"prefill_chunk_size": 40}], ids=str)
 @pytest.mark.parametrize("length", [17, 40, 65])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_first_prediction_is_that_of_the_plain_model(device: str, length: int, arguments: dict[str, Any]) -> None:
+def test_the_first_prediction_equals_the_prediction_of_the_plain_model(
+    device: str, length: int, arguments: dict[str, Any]
+) -> None:
     ids = torch.randint(0, 97, (2, length), device=device)
     expected = logits_after_prompt(tiny_llama(device=device), ids, **arguments)
     model = kvcompile.compile(tiny_llama(device=device), policy=COARSE)
@@ -43,7 +45,7 @@ def test_the_first_prediction_is_that_of_the_plain_model(device: str, length: in
 
 
 @pytest.mark.parametrize(("length", "policy"), [(16, COARSE), (40, reading_packed(COARSE))])
-def test_short_prompts_and_packed_policies_read_what_is_stored(length: int, policy: Any) -> None:
+def test_short_prompts_and_packed_policies_read_stored_tokens(length: int, policy: Any) -> None:
     ids = torch.randint(0, 97, (2, length))
     model = kvcompile.compile(tiny_llama(), policy=policy)
     assert relative_error(logits_after_prompt(model, ids), logits_after_prompt(tiny_llama(), ids)) > 1e-3

@@ -103,7 +103,7 @@ def test_every_way_to_decode_works_on_packed_caches(arguments: dict[str, Any]) -
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_guesses_of_an_assistant_that_are_wrong_are_cropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_guesses_of_an_assistant_are_cropped(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE, max_new_tokens=4)
     cropped: list[type] = []
     crop = transformers.DynamicCache.crop
@@ -153,7 +153,7 @@ def test_a_returned_cache_continues_the_conversation_and_copies_of_it_continue_o
 @pytest.mark.parametrize(
     "mode", [{"num_beams": 2, "cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}], ids=" ".join
 )
-def test_a_report_notes_that_generate_did_not_call_what_was_compiled(mode: dict[str, Any]) -> None:
+def test_a_report_notes_that_generate_did_not_call_the_compiled_function(mode: dict[str, Any]) -> None:
     model = tiny_llama(num_layers=1)
     config = transformers.CompileConfig(backend="kvquant", mode=None)
     config._compile_all_devices = True

@@ -184,7 +184,7 @@ def test_sliding_windows_are_packed_and_their_tokens_overwritten(caches: list[An
     assert model.config._attn_implementation == "eager"
 
 
-def test_layers_may_have_formats_of_their_own() -> None:
+def test_layers_may_have_different_formats() -> None:
     rules = [{"match": {"layers": "0"}, "dtype": "auto"}, {"match": {"layers": "1"}, "dtype": "int8_per_token_head"}]
     model = kvcompile.compile(
         tiny_llama(), policy={"rules": rules, "default": {"dtype": "float32"}}, on_unsupported="error"

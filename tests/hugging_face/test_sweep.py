@@ -32,7 +32,7 @@ from kvcompile.passes.site import Site
         pytest.param("opt", "sdpa", "static", marks=pytest.mark.slow),
     ],
 )
-def test_every_cached_layer_is_rewritten_and_computes_what_eager_code_does(
+def test_every_cached_layer_is_rewritten_and_equals_eager_code(
     architecture: str, attention: Any, cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stores and attention are operators in the graphs, as on a GPU."""
@@ -145,7 +145,7 @@ def test_there_are_enough_architectures_for_the_sweep_to_mean_something() -> Non
     assert sum(architecture.is_encoder_decoder for architecture in ARCHITECTURES.values()) >= 8
 
 
-def test_a_layer_is_left_alone_only_if_none_of_its_attention_is_rewritten() -> None:
+def test_a_layer_is_skipped_only_if_no_attention_in_it_is_rewritten() -> None:
     """A layer may have attention without a cache beside its attention on the cache, as in Inkling 2."""
     sites = [
         Site("layers.0.self_attn", 0, "eager"),

@@ -63,7 +63,7 @@ class Stream:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_an_offloaded_cache_stays_as_it_is(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_cache_is_skipped(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def offloaded() -> Any:
         with monkeypatch.context() as patch:
             if device == "cpu":
@@ -101,7 +101,7 @@ class QuantizedLayer(cache_utils.QuantizedLayer):
         return codes * scale
 
 
-def test_a_quantized_cache_of_transformers_stays_as_it_is() -> None:
+def test_a_quantized_cache_of_transformers_is_skipped() -> None:
     def quantized() -> Any:
         return cache_utils.Cache(layers=[QuantizedLayer(axis_key=-1, axis_value=-1, residual_length=8)])
 

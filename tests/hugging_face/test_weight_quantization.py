@@ -62,7 +62,7 @@ def test_weights_and_caches_are_quantized_together(model: Any) -> None:
     assert report.to_dict()["totals"]["weight_bytes_after"] == totals.weight_bytes_after
 
 
-def test_a_report_counts_a_weight_once_and_does_not_mention_those_that_are_as_they_were() -> None:
+def test_a_report_counts_a_weight_once_and_does_not_mention_unquantized_weights() -> None:
     weights = weight_bytes([*tiny_llama(num_layers=1).parameters(), torch.zeros(3)])
     report = Report([GraphReport((), weights=weights), GraphReport((), weights=weights)])
     assert report.totals.weight_bytes_before == report.totals.weight_bytes_after == sum(w.stored for w in weights)

@@ -1,7 +1,7 @@
 """Where tests of Triton kernels run: compiled on a GPU, or interpreted on a CPU.
 
 ``TRITON_INTERPRET`` must be set before Triton is imported, and must not be set for Inductor. Without a GPU,
-test_interpreter.py therefore runs these tests in processes of their own, and other processes do not collect them.
+test_interpreter.py therefore runs these tests in separate processes, and other processes do not collect them.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def test_the_code_that_attention_to_exact_blocks_runs_is_fetched_at_launch(forma
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("q_len", "group_size"), [(3, 2), (2, 4)])
-def test_keys_with_scales_per_channel_and_a_mask_for_each_row_compile(q_len, group_size, compiled):
+def test_keys_with_scales_per_channel_and_a_per_row_mask_compile(q_len, group_size, compiled):
     mask = torch.ones(1, 1, q_len, 1000, dtype=torch.bool)
     attend("int4_per_channel" + RESIDUAL, "int4_per_token_head", q_len=q_len, group_size=group_size, mask=mask)
     assert len(compiled["attention"]) == 1

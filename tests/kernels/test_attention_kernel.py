@@ -110,7 +110,7 @@ def test_queries_may_be_of_any_float_dtype(format_name, dtype, device):
 
 
 @pytest.mark.parametrize("key", BY_TOKEN)
-def test_keys_and_values_have_formats_and_head_dims_of_their_own(key, device):
+def test_keys_and_values_may_have_different_formats_and_head_dims(key, device):
     value = {"turboquant_4bit": "int4_unrotated", "int8_per_token_head": "turboquant_4bit"}.get(key, INT8)
     Case(device, key, value, head_dim=128, v_head_dim=80).check()
 
@@ -276,7 +276,7 @@ def test_the_number_of_splits_does_not_matter(num_sms, device, monkeypatch):
 
 
 @pytest.mark.parametrize("q_len", [1, 3, 17])
-def test_positions_and_sequences_see_ranges_of_their_own_of_a_long_cache(q_len, device, monkeypatch):
+def test_positions_and_sequences_see_different_ranges_of_a_long_cache(q_len, device, monkeypatch):
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
     case = Case(device, batch=2, q_len=q_len, kv_len=450)
     begin = torch.tensor([[0], [250]]) + 7 * torch.arange(q_len)

@@ -267,7 +267,7 @@ def insert_outside(device, slot):
 
 
 def gather_outside(device, seq_len, gather_len, page):
-    """Gather two requests, of which the first does not fit. Returns whether only rows of the second changed."""
+    """Gather two requests; the first does not fit. Returns whether only rows of the second changed."""
     requests = Requests(torch.tensor([seq_len, 2]), torch.tensor([gather_len, 2]), torch.tensor([[page], [0]]), 4, 1)
     out = torch.full((3, 7, 512), 3.0, dtype=torch.bfloat16, device=device)
     kernels.dequantize_and_gather_k_cache(out[:, :5], random_cache(1, 4).to(device), *requests.to(device), 2)

@@ -20,7 +20,7 @@ WINDOW = "[recent=1,sinks=1,float32]"
 
 
 def packed_cache(spec, head_dim, num_tokens, capacity, role="key", batch=2, heads=3):
-    """Packed data of ``capacity`` tokens on the CPU, of which the first ``num_tokens`` are random."""
+    """Packed data of ``capacity`` tokens on the CPU; the first ``num_tokens`` are random."""
     layout = PackedLayout.parse(spec, role, head_dim)
     data = empty_packed(layout, capacity, batch, heads, torch.device("cpu"))
     write_tokens_(data, layout, torch.randn(batch, heads, num_tokens, head_dim), torch.arange(num_tokens))

@@ -1,4 +1,4 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, in processes of their own."""
+"""Without a GPU the Triton kernels run in Triton's interpreter, in separate processes."""
 
 from __future__ import annotations
 

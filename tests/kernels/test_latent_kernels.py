@@ -208,7 +208,7 @@ def hard_latents(*shape, dtype=torch.float32):
 
 
 def assert_stores_like_the_specification(x, positions, valid=None, *, device, capacity, restride=lambda x: x):
-    """Write into nonsense with the kernel and with the specification, and compare every byte of the buffer."""
+    """Write over arbitrary bytes with the kernel and with the specification, and compare every byte of the buffer."""
     generator = torch.Generator().manual_seed(1)
     shape = LATENTS.shape(capacity, *x.shape[:2])
     expected = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -227,7 +227,7 @@ def test_stored_latents_equal_the_specification(num_tokens, dtype, device):
     assert_stores_like_the_specification(x, positions, device=device, capacity=130)
 
 
-def test_latents_go_where_each_sequence_wants_them_and_invalid_ones_nowhere(device):
+def test_latents_are_stored_at_the_positions_of_each_sequence_and_invalid_ones_are_not_stored(device):
     generator = torch.Generator().manual_seed(2)
     positions = torch.stack([torch.randperm(150, generator=generator)[:40] for _ in range(2)])
     valid = torch.rand(2, 40, generator=generator) > 0.3

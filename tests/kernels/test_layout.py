@@ -1,4 +1,4 @@
-"""Where the bytes of a packed cache lie, and the promises of writing and reading them."""
+"""The places of the bytes in a packed cache, and the promises of writing and reading them."""
 
 from __future__ import annotations
 

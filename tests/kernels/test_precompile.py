@@ -1,4 +1,4 @@
-"""Kernels that are compiled in other threads are those that the operators launch."""
+"""The operators launch the kernels that other threads have compiled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMAT = "int4_per_token_head"
 
 
 class Kernel:
-    """Stands in for a Triton kernel, and counts what is compiled and what is launched."""
+    """Stands in for a Triton kernel, and counts compilations and launches."""
 
     def __init__(self) -> None:
         self.compiled: list[tuple] = []
@@ -135,7 +135,7 @@ def test_nothing_is_compiled_for_a_cpu_for_symbolic_sizes_and_for_other_operator
 
 
 @pytest.mark.gpu
-def test_a_decode_step_launches_only_what_was_compiled_before() -> None:
+def test_a_decode_step_launches_only_kernels_that_were_compiled_before() -> None:
     launchers = [
         launch.launch_attention,
         launch.launch_combine,

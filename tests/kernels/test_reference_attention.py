@@ -343,7 +343,7 @@ def test_parts_of_the_tokens_merge_into_attention_on_all(q_len: int, kwargs: dic
     assert_near(merge_parts(torch.stack(outs), torch.stack(sums)), expected, 2e-5)
 
 
-def test_a_part_that_nobody_sees_counts_nothing() -> None:
+def test_a_part_that_no_query_sees_has_no_influence() -> None:
     case = Case()
     out, lse = case.attend(attend_part, mask=torch.zeros(1, case.kv_len, dtype=torch.bool))
     assert not out.any()

@@ -1,4 +1,4 @@
-"""The specification attends to the new tokens of a prompt exactly, and to few new tokens as they are stored."""
+"""The specification attends to the new tokens of a prompt exactly. Few queries read new tokens packed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_new_tokens_replace_the_stored_tokens_of_every_format(format_name):
 
 
 @pytest.mark.parametrize("q_len", [0, 1, 16])
-def test_few_queries_read_new_tokens_as_they_are_stored(q_len):
+def test_few_queries_read_new_tokens_packed(q_len):
     case = Case("int4_per_token_head", "turboquant_4bit", q_len=q_len)
     new = new_tokens(case, 130, torch.arange(130))
     assert torch.equal(case.attend(new_keys=new[0], new_values=new[1]), case.attend())

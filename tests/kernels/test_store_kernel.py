@@ -113,7 +113,7 @@ def test_any_number_of_tokens_may_cross_any_number_of_blocks(role, tokens, devic
 
 
 @pytest.mark.parametrize(("format_name", "role"), in_turn(BY_TOKEN, ROLES[::-1]))
-def test_tokens_go_where_each_sequence_wants_them_and_invalid_ones_nowhere(format_name, role, device):
+def test_tokens_are_stored_at_the_positions_of_each_sequence_and_invalid_ones_are_not_stored(format_name, role, device):
     generator = torch.Generator().manual_seed(2)
     positions = torch.stack([torch.randperm(150, generator=generator)[:40] for _ in range(2)])
     valid = torch.rand(2, 40, generator=generator) > 0.3

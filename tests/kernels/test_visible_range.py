@@ -30,7 +30,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_range_holds_all_that_is_visible_and_says_whether_it_has_holes(name):
+def test_a_range_holds_all_visible_tokens_and_says_whether_it_has_holes(name):
     mask = MASKS[name]()
     ranges = visible_range(mask)
     assert ranges.shape == (mask.shape[0], mask.shape[2], 3)

@@ -43,7 +43,7 @@ Patches = Callable[[str], Iterable[AbstractContextManager[Any]]]
 
 @dataclass(frozen=True)
 class Known:
-    """A failure that is understood, and is no fault of packed caches.
+    """A failure that is understood and that packed caches do not cause.
 
     Attributes:
         test: a part of the names of the tests.
@@ -87,8 +87,8 @@ class Plugin:
     """Runs the tests of one module in one way.
 
     Attributes:
-        marked: tests run only if they have one of these marks, or if there are none.
-        named: tests run only if their name is one of these, or if there are none.
+        marked: only tests with one of these marks run; all run if it is empty.
+        named: only tests with one of these names run; all run if it is empty.
     """
 
     def __init__(self, way: Way, results: Path, marked: tuple[str, ...] = (), named: frozenset[str] = frozenset()):
@@ -108,7 +108,7 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """Run the test with random numbers that its name determines, and count what becomes of attention."""
+        """Run the test with random numbers that its name determines, and count packed and refused attention."""
         seed = zlib.crc32(item.nodeid.encode())
         for set_seed in (torch.manual_seed, numpy.random.seed, random.seed):
             set_seed(seed)
@@ -181,7 +181,7 @@ class ReportsNoPacking(logging.Filter):
     """Drops the message that a graph is compiled again because its plain cache has become a packed one.
 
     The first compiled step packs a plain cache, and the next step needs a graph for packed caches. Tests that allow no
-    recompilation know nothing of this one; every other one still fails them.
+    recompilation do not expect this one; every other recompilation still fails them.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Reference models of other projects, driven by their own loops, with small random weights.
+"""Reference models of other projects with small random weights, driven by the loops of these projects.
 
 Each function builds a model, compiles its ``forward``, and calls the loop of the project, which chooses the most likely
 tokens. Loops are written for CUDA devices; here they make their tensors on the CPU.

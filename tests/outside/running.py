@@ -1,4 +1,4 @@
-"""Runs a test module of another project with the plugin, in a process of its own."""
+"""Runs a test module of another project with the plugin, in a separate process."""
 
 from __future__ import annotations
 

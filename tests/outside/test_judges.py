@@ -29,7 +29,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 def judged(folder: Path, tmp_path: Path, *options: str) -> None:
-    """Run the command in a program of its own, because projects have modules of the same names."""
+    """Run the command in a separate process, because projects have modules of the same names."""
     command = [
         sys.executable,
         "-m",

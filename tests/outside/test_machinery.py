@@ -1,4 +1,4 @@
-"""Outside judges judge: a test that fails on packed caches only, a difference of logits, and an empty run are found."""
+"""The judges find a test that fails on packed caches only, a difference of logits, and a run that packs nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def plain(judge: Any) -> Any:
-    """The outcomes of the tests as they are."""
+    """The outcomes of the unchanged tests."""
     return judge(PLAIN)
 
 

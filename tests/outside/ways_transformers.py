@@ -1,6 +1,6 @@
 """The ways in which tests of Transformers run.
 
-- :data:`PLAIN`: as they are. A ``CompileConfig`` with the default backend compiles with ``aot_eager``: the graphs are
+- :data:`PLAIN`: unchanged. A ``CompileConfig`` with the default backend compiles with ``aot_eager``: the graphs are
   traced as for our backend, and no code is generated.
 - :func:`by_config`: every ``CompileConfig`` with the default backend has ``kvquant`` as its backend. ``generate()`` on
   a cache that can be compiled has such a ``CompileConfig`` if the test gives none, on CPUs too.

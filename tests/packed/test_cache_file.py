@@ -225,7 +225,7 @@ def test_a_damaged_file_is_an_error(file: Path) -> None:
         kvcompile.load_cache(file)
 
 
-def test_what_cannot_be_saved_is_named_and_leaves_the_file_alone(file: Path) -> None:
+def test_an_object_that_cannot_be_saved_is_named_and_the_file_is_unchanged(file: Path) -> None:
     kvcompile.save_cache(torch.ones(2), file)
     with pytest.raises(CacheFileError, match=r"layers\.1\.parts is a builtins\.set"):
         kvcompile.save_cache({"layers": [torch.ones(1), {"parts": {1}}]}, file)

@@ -188,7 +188,7 @@ def test_mark_unbacked_is_refused_by_pytorch_as_docs_limits_says() -> None:
         mark_unbacked(cache, 2)
 
 
-def test_the_error_for_a_size_that_must_be_constant_names_the_cache_and_not_what_is_inside() -> None:
+def test_the_error_for_a_size_that_must_be_constant_names_the_cache_and_not_its_inner_tensors() -> None:
     caches = KINDS[growing].pack(pair(2, 70))
     mark_dynamic(caches[0], 3)
     with pytest.raises(Exception, match=r"L\['caches'\]\[0\]\.size\(\)\[3\]") as error:

@@ -269,7 +269,7 @@ def outcome(call: Callable[[Tensor, Tensor, Tensor], Any], *args: Tensor) -> Any
 @on_devices
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("call", OTHERS)
-def test_other_calls_give_what_plain_caches_give(
+def test_other_calls_give_the_results_of_plain_caches(
     call: str, context: Callable[[], AbstractContextManager[Any]], device: str
 ) -> None:
     with context(), torch.device(device):
@@ -340,7 +340,7 @@ def test_the_operator_of_a_backend_gives_the_output_and_no_auxiliary_results(bac
 
 
 @pytest.mark.parametrize("backend", ["flash_attention", "cudnn_attention"])
-def test_causal_attention_of_a_backend_that_is_not_square_is_left_to_it(backend):
+def test_causal_attention_that_is_not_square_is_left_to_its_backend(backend):
     q, (k, v) = query(3), caches()
     with pytest.raises((RuntimeError, NotImplementedError)):  # a CPU does not have it
         BACKENDS[backend](q, k, v, True)

@@ -1,4 +1,4 @@
-"""Packed caches in calibrated formats, in which every KV head has a basis of its own."""
+"""Packed caches in calibrated formats, in which every KV head has a separate basis."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def compiled(step: Callable[..., Any], policy: str = "int8_per_token_head") -> A
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("growing", [False, True])
 @pytest.mark.parametrize("name", ["int4_unrotated", *RESIDUALS])
-def test_after_many_steps_a_cache_is_what_eager_code_makes_of_it(name: str, growing: bool) -> None:
+def test_after_many_steps_a_cache_equals_the_cache_of_eager_code(name: str, growing: bool) -> None:
     cache = packed(name, growing=growing)
     expected = copy.deepcopy(cache)
     keys, values = packed("int8_per_token_head"), packed("int8_per_token_head", "value")
@@ -76,7 +76,7 @@ def test_after_many_steps_a_cache_is_what_eager_code_makes_of_it(name: str, grow
 
 
 @pytest.mark.slow
-def test_generated_code_leaves_tokens_alone_that_nobody_writes() -> None:
+def test_generated_code_leaves_unwritten_tokens_unchanged() -> None:
     cache = packed("int4_per_token_head")
     expected = copy.deepcopy(cache)
     keys, values = packed("int4_per_token_head"), packed("int4_per_token_head", "value")
@@ -95,7 +95,7 @@ CACHES: dict[str, Callable[[], Any]] = {
     "a view from within a block": lambda: packed("int4_unrotated")[:, :, 70:],
     "another order of dimensions": lambda: packed("int4_unrotated").transpose(1, 2),
     "one head": lambda: packed("int4_unrotated")[:, 1],
-    "recent tokens as they are": lambda: packed(RESIDUALS[0]),
+    "recent tokens in full precision": lambda: packed(RESIDUALS[0]),
     "a pool": lambda: pool(heads_first=False),
     "a pool with heads first": lambda: pool(heads_first=True),
     "a stack": stack,
@@ -113,7 +113,7 @@ def bytes_of(cache: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", BY_TOKEN)
-def test_of_every_format_tokens_that_nobody_writes_keep_their_bytes(name: str) -> None:
+def test_unwritten_tokens_of_every_format_keep_their_bytes(name: str) -> None:
     cache = packed(name)
     expected = cache.clone()
     for position in range(5):
@@ -127,7 +127,7 @@ def test_of_every_format_tokens_that_nobody_writes_keep_their_bytes(name: str) -
 
 
 @every_cache
-def test_values_that_nobody_changed_change_no_byte(make: Callable[[], Any]) -> None:
+def test_unchanged_values_change_no_byte(make: Callable[[], Any]) -> None:
     cache = make()
     before = bytes_of(cache)
     store_changes(cache, cache.dequantize().contiguous())

@@ -64,13 +64,13 @@ def storage_of(cache: PackedTensor) -> int:
 @every_lossless
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
 @every_order
-def test_a_cache_reads_as_what_was_stored(layout, tokens, axes):
+def test_a_cache_reads_as_the_stored_values(layout, tokens, axes):
     assert_same(*pair(layout, axes, tokens))
 
 
 @every_lossless
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_every_write_means_what_it_means_for_a_plain_cache(layout, write):
+def test_every_write_acts_as_on_a_plain_cache(layout, write):
     cache, plain = pair(layout, tokens=70)
     x = values(2, 3, 70, HEAD_DIM)
     write(cache, x)
@@ -80,7 +80,7 @@ def test_every_write_means_what_it_means_for_a_plain_cache(layout, write):
 
 @every_lossless
 @pytest.mark.parametrize("write", IN_PLACE.values(), ids=IN_PLACE.keys())
-def test_any_other_in_place_operator_means_what_it_means_for_a_plain_cache(layout, write):
+def test_any_other_in_place_operator_acts_as_on_a_plain_cache(layout, write):
     cache, plain = pair(layout, tokens=70)
     write(cache)
     write(plain)
@@ -96,7 +96,7 @@ def test_any_other_operator_reads_values(read):
 
 @every_lossless
 @pytest.mark.parametrize("take", COPIES.values(), ids=COPIES.keys())
-def test_a_copy_equals_that_of_a_plain_cache_and_shares_nothing_with_it(layout, take):
+def test_a_copy_equals_the_copy_of_a_plain_cache_and_shares_nothing_with_the_cache(layout, take):
     cache, plain = pair(layout, tokens=70, growing=True)
     copied = take(cache)
     assert_equal(copied, take(plain))
@@ -215,7 +215,7 @@ def test_appending_and_writing_give_the_same_cache(layout):
     )
 
 
-def test_a_block_that_was_left_is_opened_again_from_what_is_stored():
+def test_a_block_that_was_left_is_opened_again_from_stored_tokens():
     x, new = values(2, 3, 300, HEAD_DIM), values(2, 3, 20, HEAD_DIM)
     cache = written(INT4, x, [300])
     before = cache.dequantize()
@@ -229,7 +229,7 @@ def test_a_block_that_was_left_is_opened_again_from_what_is_stored():
 
 
 @every_lossy
-def test_a_crop_and_other_tokens_after_it_leave_the_tokens_before_it_as_they_were(layout):
+def test_a_crop_and_other_tokens_after_it_leave_the_tokens_before_it_unchanged(layout):
     x, new = values(2, 3, 300, HEAD_DIM), values(2, 3, 150, HEAD_DIM)
     cache = PackedTensor.from_dense(x, layout, growing=True)
     before = cache.dequantize()
@@ -245,7 +245,7 @@ def test_a_crop_and_other_tokens_after_it_leave_the_tokens_before_it_as_they_wer
 def test_rejected_drafts_leave_recent_tokens_exact():
     x = values(2, 3, 200, HEAD_DIM)
     cache = written(INT4, x, [130])
-    for begin in range(130, 188, 2):  # drafts of five tokens, of which the first two are accepted
+    for begin in range(130, 188, 2):  # drafts of five tokens; the first two are accepted
         cache[:, :, begin : begin + 5] = torch.cat([x[:, :, begin : begin + 2], values(2, 3, 3, HEAD_DIM)], 2)
         assert cache[:, :, 128 : begin + 2].dequantize().equal(x[:, :, 128 : begin + 2])
     cache[:, :, 188:] = x[:, :, 188:]
@@ -255,7 +255,7 @@ def test_rejected_drafts_leave_recent_tokens_exact():
 def test_with_two_recent_blocks_drafts_that_are_rejected_across_the_end_of_a_block_leave_no_trace():
     layout, x = LOSSY[1], values(2, 3, 300, HEAD_DIM)
     cache = written(layout, x, [120])
-    for begin in range(120, 200, 3):  # drafts of eight tokens, of which the first three are accepted
+    for begin in range(120, 200, 3):  # drafts of eight tokens; the first three are accepted
         cache[:, :, begin : begin + 8] = torch.cat([x[:, :, begin : begin + 3], values(2, 3, 5, HEAD_DIM)], 2)
     cache[:, :, 201:] = x[:, :, 201:]
     assert cache.dequantize().equal(written(layout, x, [300]).dequantize())
@@ -282,7 +282,7 @@ def test_first_tokens_stay_exact_whatever_is_written_behind_them(layout):
     assert cache[:, :, :64].dequantize().equal(torch.cat([x[:, :, :3], x[:, :, 70:72], x[:, :, 5:64]], 2))
 
 
-def test_every_sequence_and_head_has_recent_tokens_of_its_own():
+def test_every_sequence_and_head_has_separate_recent_tokens():
     x = values(2, 3, 1, HEAD_DIM)
     cache, plain = pair(INT4, tokens=300)
     positions = torch.tensor([[5, 70, 299], [200, 130, 131]])
@@ -364,7 +364,7 @@ def test_a_cache_of_another_length_is_copied_and_the_rest_stays():
     assert_same(cache, plain_long[:, :, :300])
 
 
-def test_a_cache_that_was_cleared_is_as_good_as_new():
+def test_a_cleared_cache_equals_a_new_cache():
     cache, _ = pair(INT4, tokens=256)
     cache.zero_()
     assert not cache.dequantize().any()
@@ -413,7 +413,7 @@ def test_caches_that_share_a_storage_never_see_a_wrong_token():
     assert exact_tokens(long[:, :, 320:], x[:, :, 20:]) == set(range(60))
 
 
-def test_an_adopted_cache_that_is_not_full_keeps_the_end_of_what_it_holds():
+def test_an_adopted_cache_that_is_not_full_keeps_its_last_written_tokens():
     x = values(2, 3, 300, HEAD_DIM)
     x[:, :, 150:] = 0
     cache = x.clone()

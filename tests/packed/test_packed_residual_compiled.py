@@ -113,7 +113,7 @@ def test_compiled_logits_equal_eager_logits_on_packed_caches_without_recompiling
         pytest.param("dynamic", SINKS, id="dynamic", marks=pytest.mark.slow),
     ],
 )
-def test_a_cache_that_eager_code_filled_is_adopted_with_its_recent_tokens_as_they_are(
+def test_a_cache_that_eager_code_filled_is_adopted_with_exact_recent_tokens(
     kind: str, policy: Any, device: str
 ) -> None:
     model = tiny_llama(device=device, num_layers=1)
@@ -129,7 +129,7 @@ def test_a_cache_that_eager_code_filled_is_adopted_with_its_recent_tokens_as_the
 
 
 @pytest.mark.parametrize(("write", "policy"), [(slice_assignment, "int4"), (masked_update, SINKS)])
-def test_a_hand_written_cache_means_the_same_compiled(write: Any, policy: Any, device: str) -> None:
+def test_a_hand_written_cache_gives_the_same_results_compiled(write: Any, policy: Any, device: str) -> None:
     model = Decoder(write, batch=2).eval().to(device)
     expected_model = copy.deepcopy(model)
     expected_model.keys = packed(model.keys, "key", policy)
@@ -143,7 +143,7 @@ def test_a_hand_written_cache_means_the_same_compiled(write: Any, policy: Any, d
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_the_report_says_what_stays_as_it_is_and_how_many_bytes_that_takes() -> None:
+def test_the_report_names_the_tokens_in_full_precision_and_their_bytes() -> None:
     model = tiny_llama(torch.bfloat16, num_layers=1)
     run, cache = compiled(model, "int4"), fresh_cache(model, "static")
     run(input_ids=torch.randint(0, 97, (2, 3)), past_key_values=cache)
@@ -157,7 +157,7 @@ def test_the_report_says_what_stays_as_it_is_and_how_many_bytes_that_takes() -> 
 
 
 @pytest.mark.parametrize("name", ["a slice", "a masked update", "cat of a crop", "a crop as input"])
-def test_code_on_packed_caches_means_the_same_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_on_packed_caches_gives_the_same_results_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PackedLayout("float32", "key", 16, Residual(1, 1, torch.float32))
     monkeypatch.setattr(test_packed_tensor_compiled, "INT8", layout)
     program, make_cache = PROGRAMS[name]
@@ -165,7 +165,7 @@ def test_code_on_packed_caches_means_the_same_traced(name: str, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_decode_step_means_the_same_in_generated_code_and_stores_in_place() -> None:
+def test_a_decode_step_gives_the_same_results_in_generated_code_and_stores_in_place() -> None:
     q, k, v = torch.randn(3, 2, 2, 1, 64).bfloat16()
     caches = [packed(torch.randn(2, 2, 4096, 64).bfloat16(), role, "int4") for role in ("key", "value")]
     expected_caches = copy.deepcopy(caches)

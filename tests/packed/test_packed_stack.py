@@ -115,7 +115,7 @@ def clear_layers(cache: Tensor, x: Tensor) -> None:
     ],
 )
 @behind_layers_or_sequences
-def test_a_write_to_a_stack_is_one_to_its_parts(role_dim: int, write: Callable[[Tensor, Tensor], None]) -> None:
+def test_a_write_to_a_stack_writes_its_parts(role_dim: int, write: Callable[[Tensor, Tensor], None]) -> None:
     stack, expected = small_stack(role_dim)
     x = values(1, 2, 2, INT8.head_dim)
     write(stack, x)
@@ -160,7 +160,7 @@ def test_a_stack_is_saved_packed_and_loaded(
     assert torch.equal(loaded["cache"].dequantize(), expected)
 
 
-def test_adoption_swaps_a_stack_for_all_who_hold_it_or_says_why_not() -> None:
+def test_adoption_swaps_a_stack_for_all_holders_or_gives_a_reason() -> None:
     x = values(2, 1, 2, 70, INT8.head_dim)
     holders = [x, {"cache": x}]
     x.note = "mine"

@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 @pytest.mark.parametrize(("write", "reason"), REFUSED.values(), ids=REFUSED.keys())
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_cannot_be_right_raises_and_changes_nothing(write, reason, mode):
+def test_an_operation_without_a_right_result_raises_and_changes_nothing(write, reason, mode):
     with mode():
         cache, plain = pair(INT8)
         with pytest.raises(NotImplementedError, match=reason):
@@ -370,7 +370,7 @@ def test_deepcopy_keeps_identity_and_attributes():
     assert first.note is not cache.note
 
 
-def test_printing_shows_values_and_what_the_cache_is():
+def test_printing_shows_values_and_the_properties_of_the_cache():
     cache, plain = pair(INT8)
     text = repr(cache)
     assert repr(plain)[:60] in text

@@ -92,7 +92,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(("program", "make_cache"), PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_a_program_means_the_same_compiled_without_graph_breaks(program, make_cache):
+def test_a_program_gives_the_same_results_compiled_without_graph_breaks(program, make_cache):
     compare(program, make_cache, backend="aot_eager")
 
 
@@ -159,7 +159,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("program", "make_cache", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_right_raises_while_compiling(program, make_cache, reason):
+def test_an_operation_without_a_right_result_raises_while_compiling(program, make_cache, reason):
     with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
         torch.compile(program, backend="eager", fullgraph=True)(make_cache())
 

@@ -39,7 +39,7 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 @pytest.mark.parametrize("page", make_pages.pages(), ids=lambda page: page.name)
-def test_what_is_made_from_the_code_is_current(page: Path) -> None:
+def test_parts_generated_from_the_code_are_current(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     version = re.search(r"come from PyTorch (\S+)\.\n", text)
     if version and version[1] != walk_parts.torch_version():

@@ -52,7 +52,7 @@ def test_training_and_held_out_text_come_from_different_files(corpus: tuple[Tens
     assert bytes(held_out[:200].tolist()) not in bytes(training.tolist())
 
 
-def test_training_learns_and_hears_its_progress(corpus: tuple[Tensor, Tensor]) -> None:
+def test_training_learns_and_reports_its_progress(corpus: tuple[Tensor, Tensor]) -> None:
     heard: list[tuple[float, float]] = []
     train(TINY, corpus[0], lambda done, loss: heard.append((done, loss)))
     progress, losses = zip(*heard, strict=True)
@@ -81,7 +81,7 @@ def plain_runner(model: LlamaForCausalLM) -> Runner:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_bits_per_byte_through_the_cache_are_those_of_one_forward_pass(corpus: tuple[Tensor, Tensor]) -> None:
+def test_bits_per_byte_through_the_cache_equal_those_of_one_forward_pass(corpus: tuple[Tensor, Tensor]) -> None:
     model = tiny_model()
     text = held_out_text("", 256, corpus[1], context=2 * quickstart.PROMPT_CHUNK + 5, new_tokens=32)
     runner = plain_runner(model)

@@ -26,7 +26,7 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_two_commands_are_those_that_are_promised() -> None:
+def test_the_two_commands_are_as_promised() -> None:
     assert code_blocks("sh") == [
         "pip install -e . && python examples/quickstart.py\n",
         'pip install -e ".[test]" && pytest\n',
@@ -107,7 +107,7 @@ def test_the_bytes_of_recent_tokens_are_those_of_the_layout() -> None:
     assert layout.residual_bytes % 1024 == 0
 
 
-def test_the_example_of_a_policy_is_one() -> None:
+def test_the_example_of_a_policy_is_valid() -> None:
     (text,) = code_blocks("yaml")
     policy = Policy.from_text(text)
     assert policy.formats_for("layers.31.self_attn", 31, 32) == FormatPair("fp8_e4m3", "fp8_e4m3")

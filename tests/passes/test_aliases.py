@@ -13,7 +13,7 @@ from kvcompile.passes.graph.aliases import share_memory
 
 SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "a view": lambda x: (x, x.transpose(1, 2)),
-    "what it is a view of": lambda x: (x.view(2, -1), x),
+    "its base": lambda x: (x.view(2, -1), x),
     "two views": lambda x: (x.transpose(1, 2), x[:, :, 3]),
     "ranges that overlap": lambda x: (x[:, 1:4], x[:, 3:]),
     "ranges of two dimensions": lambda x: (x[:, :2], x[:, :, 2:]),
@@ -27,7 +27,7 @@ SEPARATE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "other values": lambda x: (x, x + 1),
     "a copy": lambda x: (x, x.transpose(1, 2).clone()),
     "ranges side by side": lambda x: (x[:, :3], x[:, 3:]),
-    "a row and those before it": lambda x: (x[:, -1], x[:, :-1]),
+    "a row and earlier rows": lambda x: (x[:, -1], x[:, :-1]),
     "parts of a division": lambda x: x.split([2, 6], 2),
     "views of parts": lambda x: (x.unbind(0)[0].mT, x.unbind(0)[1].flatten()),
     "parts of two equal divisions": lambda x: (x.view(2, 6, 2, 4)[:, :, 0], x.view(2, 6, 2, 4)[:, :, 1]),

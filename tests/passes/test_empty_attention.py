@@ -58,7 +58,7 @@ EMPTY = {  # batch, new tokens, tokens of the cache, head_dim, KV heads
 
 @pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY)
 @pytest.mark.parametrize("form", [sdpa, sdpa_of_three_dimensions, written_out, groups_of_heads, with_sinks])
-def test_a_step_without_anything_compiles_and_is_what_the_model_gives(form: Form, sizes: tuple[int, ...]) -> None:
+def test_an_empty_step_compiles_and_equals_the_model(form: Form, sizes: tuple[int, ...]) -> None:
     batch, new, tokens, head_dim, heads = sizes
     if form is sdpa_of_three_dimensions and not heads:
         pytest.skip("it takes the first head")

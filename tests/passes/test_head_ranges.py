@@ -113,7 +113,7 @@ def check(fn: Attend, packed: list[Tensor], rtol: float = 1e-5) -> None:
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", READS, ids=lambda fn: fn.__name__)
-def test_each_range_of_heads_is_an_attention_of_its_own(fn: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_range_of_heads_is_a_separate_attention(fn: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     run = kvcompile.backend.run
 

@@ -1,4 +1,4 @@
-"""A marker says what attention computes, and an expanded marker is the model's computation again."""
+"""A marker describes the computation of attention, and expanding it restores the computation of the model."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_marker_names_the_module_that_computes_attention() -> None:
     assert marker.dropout_p == 0.5
 
 
-def test_flex_attention_is_marked_with_what_its_functions_do_or_the_reason() -> None:
+def test_flex_attention_is_marked_with_the_effect_of_its_functions_or_the_reason() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     (marker,) = marked(lambda q, k, v, o: flex_attention(q, k, v, lambda s, *at: 3 * torch.tanh(s), enable_gqa=True))

@@ -199,7 +199,7 @@ def test_a_refused_pool_stays_plain_beside_packed_ones() -> None:
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", [blocks_and_offsets, heads_before_tokens])
-def test_pools_that_are_skipped_in_a_stack_are_indexed_as_they_lie(fn: Step) -> None:
+def test_pools_that_are_skipped_in_a_stack_are_indexed_as_in_the_model(fn: Step) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, *places: Tensor) -> Tensor:
         return fn(q, k, v, kv[:, 0], kv[:, 1], *places)
 

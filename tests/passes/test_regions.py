@@ -21,7 +21,7 @@ from kvcompile.passes.graph.regions import expand_regions, insert_region
 
 
 class Layers(nn.Module):
-    """Attention layers with caches of their own, one after the other."""
+    """Attention layers with separate caches, one after the other."""
 
     def __init__(self, num_layers: int, max_len: int = 66) -> None:
         super().__init__()

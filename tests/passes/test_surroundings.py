@@ -1,4 +1,4 @@
-"""Roles say what nodes do for a site. A surroundings is the graph around a site, small enough to draw."""
+"""Each node has a role for a site. The surroundings of a site are the graph around it, small enough to draw."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_all_nodes_made_in_a_block_are_noted_and_none_after_it() -> None:
     assert [part and part.name for part in map(role_of, (made, copied, later))] == [made.name, copied.name, None]
 
 
-def test_a_part_is_one_box_and_what_it_touches_is_beside_it() -> None:
+def test_a_part_is_one_box_and_its_neighbours_are_separate_boxes() -> None:
     gm, nodes = traced()
     for name in ("exp", "neg"):
         note_role(nodes[name], NodeRole("key store", (1,), ("m",)))

@@ -95,7 +95,7 @@ def integer_products(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     ],
     ids=lambda fn: fn.__name__,
 )
-def test_what_is_not_attention_is_not_marked(fn: Form) -> None:
+def test_code_that_is_not_attention_is_not_marked(fn: Form) -> None:
     assert marked(fn) == []
 
 
@@ -126,7 +126,7 @@ def masked_by_a_small_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> 
     return scores_of(q, k).masked_fill(~o.allowed, -10.0).softmax(-1) @ repeat_kv(v)
 
 
-def constants_that_are_one_before_a_scale(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+def constants_that_are_equal_before_a_scale(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     scores = scores_of(q, k).masked_fill(~o.allowed, -1e9) / 8.0
     return scores.masked_fill(o.alibi.unflatten(0, (B, H)) > 9, -1e9).softmax(-1) @ repeat_kv(v)
 
@@ -293,7 +293,7 @@ UNSUPPORTED: dict[Form, str] = {
     dropout_of_scores: "dropout is applied to its scores",
     largest_scores_only: "also used by lt",
     masked_by_a_small_constant: "masked by -10, which is not far below",
-    constants_that_are_one_before_a_scale: "different constants, -1e+09 and -1.25e+08",
+    constants_that_are_equal_before_a_scale: "different constants, -1e+09 and -1.25e+08",
     one_number_in_two_dtypes: "different constants, -1e+09 and -9.98244e+08",
     bias_after_a_small_constant: "masked by -1e+09 beside a bias",
     sinks_beside_a_small_constant: "masked by -1e+09 beside a bias, a factor or sinks",

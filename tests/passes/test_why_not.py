@@ -1,4 +1,4 @@
-"""The reason says why keys are no cache: new rows, codes that the model dequantizes, caches of another device."""
+"""Keys that are not a cache have a reason: new rows, codes that the model dequantizes, caches of another device."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rows_under_a_mask_of_bytes(past: Tensor, new: Tensor, codes: Tensor, weight:
         (rows_under_a_mask_of_bytes, Reason.no_cache),
     ],
 )
-def test_why_keys_are_no_cache(make: Callable[..., Tensor], reason: Reason) -> None:
+def test_keys_that_are_not_a_cache_have_a_reason(make: Callable[..., Tensor], reason: Reason) -> None:
     past, new = torch.empty(B, H, S, D), torch.empty(B, H, 1, D, device="meta")
     codes = torch.empty(B, H, S, D, dtype=torch.uint8, device="meta")
     graph = make_fx(torch.func.functionalize(make))(past, new, codes, codes[0, 0, :D]).graph
@@ -75,13 +75,13 @@ def cleared_before_it_is_written(cache: Tensor, new: Tensor) -> Tensor:
     return cache
 
 
-def part_of_what_is_turned_round(cache: Tensor, new: Tensor) -> Tensor:
+def part_of_a_flipped_cache(cache: Tensor, new: Tensor) -> Tensor:
     cache.copy_(cache.flip(0))
     cache[0, :, 3:4] = new[0]
     return cache[0]
 
 
-def overwritten_with_what_is_read(cache: Tensor, new: Tensor) -> Tensor:
+def overwritten_with_the_keys(cache: Tensor, new: Tensor) -> Tensor:
     keys = new.expand(cache.shape) * 2
     cache.copy_(keys)
     return keys
@@ -93,7 +93,7 @@ def rows_that_are_written(cache: Tensor, new: Tensor) -> Tensor:
     return keys
 
 
-def beside_what_is_kept(cache: Tensor, new: Tensor) -> Tensor:
+def keys_beside_kept_channels(cache: Tensor, new: Tensor) -> Tensor:
     keys, kept = (new.repeat(1, 1, S, 2) * 2).chunk(2, -1)
     cache.copy_(kept)
     return keys
@@ -104,10 +104,10 @@ def beside_what_is_kept(cache: Tensor, new: Tensor) -> Tensor:
     [
         (summed, Reason.unknown_write),
         (cleared_before_it_is_written, Reason.unknown_write),
-        (part_of_what_is_turned_round, Reason.unknown_write),
-        (overwritten_with_what_is_read, Reason.unknown_write),
+        (part_of_a_flipped_cache, Reason.unknown_write),
+        (overwritten_with_the_keys, Reason.unknown_write),
         (rows_that_are_written, Reason.no_cache),
-        (beside_what_is_kept, Reason.no_cache),
+        (keys_beside_kept_channels, Reason.no_cache),
     ],
 )
 def test_keys_that_replace_all_of_an_input_are_a_cache(

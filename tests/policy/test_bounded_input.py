@@ -146,7 +146,7 @@ def test_a_pattern_that_takes_too_long_is_an_error_where_it_is_used() -> None:
         assert all(many.formats_for("a" * length, 0, 1) for length in range(20, 60))
 
 
-def test_patterns_are_those_of_python_and_a_known_name_takes_no_time() -> None:
+def test_patterns_match_as_in_python_and_a_known_name_takes_no_time() -> None:
     policy = Policy.from_text("rules: [{match: {module: 're:.*[.](0|1)[.]attn.{0,3}'}, dtype: auto}]\n" + DEFAULT)
     for _ in range(10_000):
         assert policy.formats_for("layers.1.attn_2", 1, 3) is None

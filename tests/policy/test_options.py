@@ -21,7 +21,7 @@ def error_of(mode: str | None = None, options: dict[str, Any] | None = None) -> 
     return str(caught.value)
 
 
-def test_without_options_the_policy_is_int8_and_inductor_is_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_options_the_policy_is_int8_and_inductor_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVQUANT_POLICY", raising=False)
     expected = BackendOptions(Policy.load("int8_per_token_head"), "warn", {})
     assert BackendOptions.parse() == BackendOptions.parse(None, {}) == expected

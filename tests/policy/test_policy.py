@@ -200,7 +200,7 @@ def test_a_description_of_no_format_says_what_there_is(half: dict[str, object], 
     assert message in error
 
 
-def test_a_description_beside_the_dtype_of_a_cache_is_that_of_keys_and_values() -> None:
+def test_a_description_beside_the_dtype_of_a_cache_is_for_keys_and_values() -> None:
     policy = Policy.from_text("default: {dtype: fp8_e4m3, granularity: per_tensor, scales: 0.05}")
     assert policy.formats_for("", 0, 1) == FormatPair("fp8_e4m3_scale0.05", "fp8_e4m3_scale0.05")
     assert Policy.from_text(policy.to_yaml()) == policy
@@ -347,7 +347,7 @@ def test_a_wrong_policy_is_one_line_that_names_place_and_remedy(spec: object, me
 
 
 @pytest.mark.parametrize("field", ["residual_lenght", "window"])
-def test_a_field_that_does_not_exist_is_rejected_with_the_list_of_those_that_do(field: str) -> None:
+def test_a_field_that_does_not_exist_is_rejected_with_the_list_of_known_fields(field: str) -> None:
     error = error_of({"default": {"dtype": "fp8_e4m3"}, field: 4})
     assert error.startswith(f"policy: unknown field {field!r}")
     assert (

@@ -178,7 +178,7 @@ def test_a_layer_without_a_scale_is_an_error_that_says_what_there_is(tmp_path: P
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), 1e30])
-def test_a_scale_that_cannot_be_one_is_an_error(scale: float, tmp_path: Path) -> None:
+def test_an_invalid_scale_is_an_error(scale: float, tmp_path: Path) -> None:
     save_file({f"layers.0.attn.{name}_scale": torch.tensor(scale) for name in "kv"}, tmp_path / "s.safetensors")
     with pytest.raises(PolicyError, match=r"keys of layers.0.attn: a static scale must be a number between"):
         policy(str(tmp_path / "s.safetensors")).formats_for("layers.0.attn", 0, 1)

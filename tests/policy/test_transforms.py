@@ -49,7 +49,7 @@ def test_modules_are_found_by_name_or_by_layer(path):
     assert policy(path).formats_for("layers.1.self_attn", 1, 2) == by_name
 
 
-def test_keys_and_values_may_name_files_of_their_own(path):
+def test_keys_and_values_may_name_different_files(path):
     choice = {"key": {"dtype": "turboquant_3bit_mean", "transforms": str(path)}, "value": {"dtype": "int4_unrotated"}}
     pair = Policy.load({"default": choice}).formats_for("model.layers.0.self_attn", 0, 2)
     assert pair.key.startswith("turboquant_3bit_mean@")

@@ -140,7 +140,7 @@ def test_lines_say_what_they_do_for_which_site(dump: Dump) -> None:
     assert re.search(r"_packed  L\['self'\]\S*'0'\S*\['values'\]  layers\.0: packed value cache$", inputs, re.M)
 
 
-def test_stages_say_what_becomes_of_each_site_and_why(dump: Dump) -> None:
+def test_stages_name_the_outcome_of_each_site_and_its_reason(dump: Dump) -> None:
     (refused,) = (site for site in dump.report.sites if not site.rewritten)
     assert refused.module == "layers.1"
     for stage in ("3_aten", "4_rewritten"):
@@ -200,7 +200,7 @@ def test_the_trace_has_the_same_graphs(dump: Dump) -> None:
     assert artifacts == [(f"kvquant_{stage}", dump.read(f"graph_1/{stage}.py")) for stage in STAGES]
 
 
-def test_results_are_those_without_the_block(dump: Dump) -> None:
+def test_results_equal_the_results_without_the_block(dump: Dump) -> None:
     for result, expected in zip(dump.results, dump.expected, strict=True):
         assert torch.equal(result, expected)
 
@@ -329,7 +329,7 @@ def test_caches_are_off_in_every_thread_that_compiles(backend: Backend, tmp_path
 # Trouble
 
 
-def test_what_depyf_cannot_do_goes_to_a_file_and_the_program_runs_on(
+def test_errors_of_depyf_go_to_a_file_and_the_program_goes_on(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from depyf.decompiler import DecompilationError, Decompiler
@@ -382,7 +382,7 @@ def test_an_earlier_dump_is_replaced_and_other_files_in_it_are_kept(tmp_path: Pa
     ]
 
 
-def test_a_folder_with_other_files_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "report.txt").write_text("mine")
     with pytest.raises(KVCompileError, match="holds files that are not a dump of debug"), kvcompile.debug(tmp_path):
         pass

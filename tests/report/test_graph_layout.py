@@ -79,7 +79,7 @@ def test_a_row_of_boxes_is_drawn_straight() -> None:
     assert len({box.middle for box in layout.boxes}) == 1
 
 
-def test_what_uses_nothing_stands_right_before_its_first_user() -> None:
+def test_a_box_without_inputs_stands_right_before_its_first_user() -> None:
     for edges in ([(0, 1), (1, 2), (3, 2)], [(0, 1), (1, 3), (2, 3)]):
         layout = lay_out([(50, 20)] * 4, edges)
         assert layout.boxes[5 - edges[1][1]].x == layout.boxes[1].x

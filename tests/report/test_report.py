@@ -73,7 +73,7 @@ def test_collect_reports_gathers_the_graphs_of_all_threads_and_only_of_its_block
     assert outer.graphs == [*inner.graphs, GraphReport((refused(1),))]
 
 
-def test_counters_count_sites_by_what_became_of_them() -> None:
+def test_counters_count_sites_by_outcome() -> None:
     record([rewritten(0), rewritten(1), refused(2), refused(3, Reason.policy_auto), refused(4, Reason.no_cache)])
     record([refused(0)])
     assert dict(counters["kvquant"]) == {
@@ -438,7 +438,7 @@ def test_explain_reports_every_site_under_the_policy() -> None:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_explain_leaves_the_model_and_the_arguments_as_they_were() -> None:
+def test_explain_leaves_the_model_and_the_arguments_unchanged() -> None:
     model, (x, position) = Model(), INPUTS
     kvcompile.explain(model, x, position=position)
     for layer in model.layers:
@@ -447,7 +447,7 @@ def test_explain_leaves_the_model_and_the_arguments_as_they_were() -> None:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_explain_neither_uses_nor_drops_what_was_compiled_before() -> None:
+def test_explain_neither_uses_nor_drops_earlier_compilations() -> None:
     torch._dynamo.reset()
     model = Model()
     compiled = torch.compile(model, backend="kvquant")

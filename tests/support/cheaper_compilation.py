@@ -12,7 +12,7 @@ import torch
 
 
 def make_compilation_cheaper() -> None:
-    """Do without the work of a compilation that no test looks at; compiled code stays the same.
+    """Skip work of a compilation that no test checks; compiled code stays the same.
 
     Compilation makes many objects and little garbage, so the collector runs less often, and not after each graph.
     Dynamo measures the time of a graph's guards only for its log, after it has flushed the processor's caches, and

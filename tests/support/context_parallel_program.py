@@ -45,7 +45,7 @@ class Model(torch.nn.Module):
 
 
 class WithoutMask(Model):
-    """Attends to the tokens that are there."""
+    """Attends to the whole cache, without a mask."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         self.keys[:, :, positions] = k
@@ -65,7 +65,7 @@ class FloatMask(Model):
 
 
 class PerSequence(Model):
-    """Each sequence writes at positions of its own; the second one is two tokens ahead."""
+    """Each sequence writes at different positions; the second sequence is two tokens ahead."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         own = torch.stack([positions, positions + 2])

@@ -1,4 +1,4 @@
-"""Run graphs node by node: what the passes make of a graph is tested, not the code that Inductor generates."""
+"""Run graphs node by node: tests check the rewritten graph, not the code that Inductor generates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def running_node_by_node(operators: bool = False) -> Iterator[None]:
 
     Args:
         operators: whether a rewritten graph has the operators of ``kvcompile::`` on any device, as on a GPU. Otherwise
-            their meaning in plain PyTorch is traced into a graph for a CPU, which takes longer.
+            their plain-PyTorch specification is traced into a graph for a CPU, which takes longer.
     """
     import kvcompile.backend  # not above: some tests look at a fresh import
     from kvcompile.passes.rewrite import insert

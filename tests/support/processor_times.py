@@ -19,7 +19,7 @@ import pytest
 SHOWN = 40
 
 elsewhere: dict[int, float] = {}
-"""Seconds of a process that outlives the tests for which it works, by its number; who asks it for work notes them."""
+"""Seconds of processes that outlive the tests for which they work, by process id; their callers note the seconds."""
 
 
 def processor_seconds() -> float:

@@ -78,7 +78,7 @@ def call_ranks(program: str, size: int, device: str, *arguments: object, log: Pa
         print(json.dumps(call), file=server.stdin, flush=True)
         assert select.select([server.stdout], [], [], SECONDS)[0], f"ranks run for {SECONDS} s: {log.read_text()}"
         answer = json.loads(server.stdout.readline())
-    except BaseException:  # the answer that is on its way would be taken for that of the next call
+    except BaseException:  # a late answer would be taken for the answer to the next call
         os.killpg(server.pid, signal.SIGKILL)
         _server.cache_clear()
         raise
@@ -87,7 +87,7 @@ def call_ranks(program: str, size: int, device: str, *arguments: object, log: Pa
 
 
 def run_on_ranks(program: str, world_size: int, device: str, output: Path, *arguments: object) -> Any:
-    """What ``program`` saves in ``output``, which is its last argument. It fails if the ranks wait for each other.
+    """The results that ``program`` saves in ``output``, its last argument. It fails if the ranks wait for each other.
 
     Skips the test if there is no GPU for each rank.
     """

@@ -65,7 +65,7 @@ def plain_cache_only_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tenso
     return sdpa(q, kc, vc)
 
 
-def one_tensor_for_keys_of_one_and_values_of_another(
+def one_tensor_for_keys_of_one_layer_and_values_of_another(
     q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
 ) -> Any:
     write(kc, k, pos), write(vc, v, pos)
@@ -79,7 +79,7 @@ def keys_and_values_of_different_tokens_are_read(
     return sdpa(q, kc[:, :, 8:], vc[:, :, :-8])
 
 
-def two_reads_of_which_one_is_unknown(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+def a_known_and_an_unknown_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     write(kc, k, pos), write(vc, v, pos)
     return sdpa(q, kc, vc) + sdpa(q, kc[:, :, ::2], vc[:, :, ::2])
 
@@ -98,9 +98,9 @@ REFUSED: dict[Callable[..., Any], str] = {
     write_of_some_heads: "unknown_write",
     no_cache_at_all: "no_cache",
     plain_cache_only_read: "plain_read_only",
-    one_tensor_for_keys_of_one_and_values_of_another: "other_role",
+    one_tensor_for_keys_of_one_layer_and_values_of_another: "other_role",
     keys_and_values_of_different_tokens_are_read: "unknown_read",
-    two_reads_of_which_one_is_unknown: "used_elsewhere",
+    a_known_and_an_unknown_read: "used_elsewhere",
     dropout: "dropout",
 }
 
@@ -229,9 +229,7 @@ def new_keys_returned_beside_a_view(q: Tensor, k: Tensor, v: Tensor, kc: Tensor,
     return sdpa(q, k, v), k, v, k.transpose(1, 2)
 
 
-def new_keys_returned_beside_what_they_are_a_view_of(
-    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
-) -> Any:
+def new_keys_returned_beside_their_base(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     projected, v = k.flatten(2) * 2, v * 2
     k = projected.view(B, H, 1, D)
     return sdpa(q, k, v), k, v, projected
@@ -278,7 +276,7 @@ UNSAFE: dict[Callable[..., Any], str] = {
     write_through_a_view_of_the_storage: "unknown_write",
     the_graph_depends_on_data_in_between: "plain_read_only",
     new_keys_returned_beside_a_view: "escaping_view",
-    new_keys_returned_beside_what_they_are_a_view_of: "escaping_view",
+    new_keys_returned_beside_their_base: "escaping_view",
     new_keys_and_values_are_channels_of_one_returned_tensor: "part_of_tensor",
     two_caches_are_joined: "joined",
     new_rows_of_two_returned_caches_are_joined: "joined",

@@ -19,7 +19,7 @@ from node_by_node import running_node_by_node
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """As pytest's own, in one piece of stack."""
+    """Run a test as pytest does, in one piece of stack."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     in_one_piece_of_stack(runtestprotocol)(item, nextitem=nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -51,7 +51,7 @@ def fresh_compiler(seed_without_grad: None) -> Iterator[None]:
 
 @pytest.fixture
 def without_code_generation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run graphs node by node: what the passes make of a graph is tested, not the code Inductor generates.
+    """Run graphs node by node: the test checks the rewritten graph, not the code that Inductor generates.
 
     Stores and attention are operators of ``kvcompile::`` in these graphs, as on a GPU. With ``operators_traced`` their
     plain PyTorch is traced into the graphs, as for generated code on a CPU; this takes twice as long.
@@ -74,7 +74,7 @@ WITHOUT_VECTORS = {"cpp.simdlen": 1}
 def without_kernels_of_inductor() -> contextlib.AbstractContextManager[None]:
     """Inside the block generated code calls the operators of PyTorch, and the C++ compiler has nothing to do.
 
-    For promises about the code around kernels: what it is given, what is stored of it, and how often it is generated.
+    For promises about the code around kernels: its arguments, its stored form, and how often it is generated.
     """
     setting = {"fallback_by_default": True}
     known = hasattr(torch._inductor.config, "fallback_by_default")  # not in PyTorch 2.11

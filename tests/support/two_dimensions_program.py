@@ -1,4 +1,4 @@
-"""One rank of tests/call/test_two_dimensions.py: four ranks, of which two divide the heads and two the tokens.
+"""One rank of tests/call/test_two_dimensions.py: four ranks, two for the heads times two for the tokens.
 
 ``forked_ranks.py`` runs ``two_dimensions_program.py CHECKPOINT OUTPUT.pt``; rank 0 writes the results of all ranks.
 """

@@ -1,4 +1,4 @@
-"""A policy and a config of which tests make files, and change them."""
+"""A policy and a config that tests write to files and change."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def test_arguments_that_are_wrong_say_why(parse, text, message):
 
 
 @pytest.mark.parametrize("step", [None, 64])
-def test_caches_are_windows_of_random_data_with_the_layout_of_caches_of_their_own(step):
+def test_caches_are_windows_of_random_data_with_the_layout_of_separate_caches(step):
     caches = Caches(SHAPE, FormatPair("int8_per_token_head", "int4_per_token_head"))
     sets = caches.random(3, step)
     for part, layout in enumerate(caches.layouts):

@@ -58,7 +58,7 @@ def quantized(x: Tensor, format_name: str) -> Tensor:
     return get_format(format_name).decode(get_format(format_name).encode(x))
 
 
-def test_errors_are_those_of_their_definitions_and_the_suggestion_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_follow_their_definitions_and_the_suggestion_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcompile.evaluation.site_errors.QUERIES", 1000)
     model = small_model()
     rule = {"match": {"layers": 1}, "key": {"dtype": "int4_per_token_head"}, "value": {"dtype": "int2_unrotated"}}
@@ -98,7 +98,7 @@ def test_errors_are_those_of_their_definitions_and_the_suggestion_helps(monkeypa
     assert suggestion.saved == pytest.approx(bad.divergence - estimate, rel=1e-2)
 
 
-def test_sampled_queries_see_what_they_saw_among_all() -> None:
+def test_sampled_queries_see_the_same_keys_as_among_all_queries() -> None:
     call = calls_of(small_model(), TOKENS)[MODULES[0]]
     formats = FormatPair("int4_per_token_head", "int8_per_token_head")
     some = call.sampled(7)
@@ -107,7 +107,7 @@ def test_sampled_queries_see_what_they_saw_among_all() -> None:
     torch.testing.assert_close(some.original, call.original[:, :, rows])
 
 
-def test_a_listener_may_change_what_an_attention_gives() -> None:
+def test_a_listener_may_change_the_result_of_an_attention() -> None:
     model = small_model()
     tap = AttentionTap(model)
     exact = tap(TOKENS, lambda site, call: None)
@@ -120,7 +120,7 @@ def test_a_listener_may_change_what_an_attention_gives() -> None:
     assert not torch.allclose(changed, exact)
 
 
-def test_where_nothing_is_packed_nothing_is_suggested_and_what_was_compiled_does_not_matter() -> None:
+def test_without_packed_caches_nothing_is_suggested_and_earlier_compilations_do_not_matter() -> None:
     model, compilations, runs = small_model(num_layers=1), [], []
 
     def backend(gm: Any, example_inputs: Any) -> Any:
@@ -185,7 +185,7 @@ def test_inputs_that_are_no_token_ids_are_refused(inputs: Any, message: str) -> 
         kvcompile.compare(small_model(), inputs)
 
 
-def test_the_number_of_tokens_that_are_read_one_by_one_is_a_number() -> None:
+def test_decode_must_be_a_number_of_tokens() -> None:
     with pytest.raises(EvaluationError, match="decode: expected a number of tokens, got '2'"):
         kvcompile.compare(small_model(), [1, 2, 3, 4, 5, 6], decode="2")  # type: ignore[arg-type]
 

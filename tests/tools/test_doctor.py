@@ -97,7 +97,7 @@ def test_doctor_fails_for_a_policy_in_the_environment_that_does_not_load(monkeyp
     assert "nowhere.yaml" in failing(run_json(code=1))["KVQUANT_POLICY"]
 
 
-def test_what_is_optional_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_packages_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     version = doctor_checks.importlib.metadata.version
 
     def without_depyf(name: str) -> str:

@@ -157,7 +157,7 @@ def bits_per_byte_without_a_cache() -> float:
     return F.cross_entropy(logits.flatten(0, 1), text.windows[:, 1:].flatten()).item() / math.log(2)
 
 
-def test_divergence_top1_and_attention_error_are_those_of_their_definitions() -> None:
+def test_divergence_top1_and_attention_error_follow_their_definitions() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, exact = torch.randn(2, 7, 11, generator=generator)
     targets = torch.randint(11, (7,), generator=generator)
@@ -213,7 +213,7 @@ def test_a_change_of_bits_per_byte_is_relative() -> None:
     assert text.relative_change(2.0, 0.1) == pytest.approx(0.05)
 
 
-def test_attention_is_heard_with_the_keys_that_it_reads(folder: Path) -> None:
+def test_attention_is_observed_with_the_keys_that_it_reads(folder: Path) -> None:
     model, tokens, heard = small_model(), torch.arange(9), {}
     listen(model, tokens, lambda site, call: heard.update({site.module: call.key}))
     cache = model(input_ids=tokens[None], use_cache=True).past_key_values
@@ -333,7 +333,7 @@ def test_other_models_need_a_text(tmp_path: Path) -> None:
 # Outlier keys
 
 
-def test_promote_raises_the_layers_with_outlier_keys_and_what_stays_as_it_is_is_named(tmp_path: Path) -> None:
+def test_promote_raises_the_layers_with_outlier_keys_and_names_the_unchanged_layers(tmp_path: Path) -> None:
     save(give_outlier_keys(small_model(), 16), tmp_path)
     rules = [{"match": {"layers": "0"}, "dtype": "auto"}]
     (tmp_path / "policy.json").write_text(json.dumps({"rules": rules, "default": {"dtype": "turboquant_4bit_nc"}}))

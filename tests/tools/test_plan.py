@@ -112,7 +112,7 @@ def test_allocated_bytes_are_those_of_the_packed_layout(name: str, head_dim: int
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 1), (1, 0), (2, 3)])
 @pytest.mark.parametrize("name", ["int4_per_channel", "fp8_e4m3"])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_tokens_that_stay_as_they_are_are_counted(name: str, head_dim: int, sinks: int, recent: int) -> None:
+def test_tokens_in_full_precision_are_counted(name: str, head_dim: int, sinks: int, recent: int) -> None:
     residual = Residual(sinks, recent, torch.bfloat16)
     layout, storage = PackedLayout(name, "key", head_dim, residual), compressed(name, residual)
     for tokens in (0, 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 1000):
@@ -170,7 +170,7 @@ def test_a_rule_that_decides_nothing_is_noted_and_an_error_if_the_policy_is_stri
     assert "matches no attention site" in error_of(apply_policy, str(path), model_of(LLAMA_3_1_8B))
 
 
-def test_a_cache_that_a_format_cannot_hold_stays_as_it_is_like_in_the_backend(tmp_path: Path) -> None:
+def test_a_cache_that_a_format_cannot_hold_stays_plain_like_in_the_backend(tmp_path: Path) -> None:
     latent = apply_policy("int4_per_token_head", model_of(DEEPSEEK_V3))
     assert latent.nbytes("allocated") == 70_272 * CONTEXT
     assert "61 of 61 caches stay bf16" in latent.notes[0]
@@ -377,7 +377,7 @@ def test_contexts_count_in_1024(text: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "80", "80G", "80gib", "GiB", "-1GiB", "1e3GB", "80 Gb", "nan"])
-def test_a_size_that_is_none_is_an_error_that_quotes_it_and_says_how_to_write_one(text: str) -> None:
+def test_an_invalid_size_is_an_error_that_quotes_it_and_says_how_to_write_one(text: str) -> None:
     error = error_of(parse_size, text, "--memory")
     assert error.startswith(f"--memory: {text!r} is not a valid size")
     assert "80GiB (2**30 bytes), 80GB (10**9 bytes)" in error
@@ -388,12 +388,12 @@ def test_a_unit_in_the_wrong_case_is_corrected() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "k", "2kb", "1.0001k", "-5", "2 000"])
-def test_a_context_that_is_none_is_an_error_that_quotes_it(text: str) -> None:
+def test_an_invalid_context_is_an_error_that_quotes_it(text: str) -> None:
     assert f"--contexts: {text!r} is not a valid context" in error_of(parse_context, text, "--contexts")
 
 
 @pytest.mark.parametrize("text", ["4.35TB", "TB/s", "0TB/s", "4.35Tb/s"])
-def test_a_bandwidth_that_is_none_is_an_error(text: str) -> None:
+def test_an_invalid_bandwidth_is_an_error(text: str) -> None:
     assert "is not a valid bandwidth" in error_of(parse_rate, text, "--bandwidth")
 
 

@@ -47,7 +47,7 @@ def on_meta(model_type: str, num_layers: int) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model_type", MODELS_WITH_CACHES)
-def test_caches_are_those_that_the_model_makes(model_type: str) -> None:
+def test_caches_equal_the_caches_that_the_model_makes(model_type: str) -> None:
     model, config = on_meta(model_type, num_layers=8)
     planned = model_of(config)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_layers_that_share_a_cache_have_it_once() -> None:
     assert len(model_of(LLAMA_3_1_8B, num_kv_shared_layers=12).caches) == 20
 
 
-def test_a_layer_may_have_fields_of_its_own() -> None:
+def test_a_layer_may_have_its_own_fields() -> None:
     model = model_of(LLAMA_3_1_8B, head_dim=128, per_layer_config={"05": {"head_dim": 256}})
     assert [cache.key_dim for cache in model.caches[4:7]] == [128, 256, 128]
 

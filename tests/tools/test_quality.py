@@ -196,7 +196,7 @@ def test_scales_per_channel_keep_their_quality_where_keys_have_outlier_channels(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @needs_byte_lm
-def test_the_guard_fires_on_outlier_keys_and_not_on_the_model_as_it_was_trained(subject: Subject) -> None:
+def test_the_guard_fires_on_outlier_keys_and_not_on_the_unchanged_model(subject: Subject) -> None:
     names = (name for name in preset_names() if name not in OURS)
     per_token = {name: Policy.load(name) for name in names if name.startswith(("int8", "int4_per_token", "tur"))}
     del per_token["turboquant_k8v4"]  # its keys are floats

@@ -1,4 +1,4 @@
-"""The check of a rewrite draws integers that the graph allows, and tensors that equal only themselves."""
+"""The check of a rewrite draws integers that the graph allows, and accepts only rounding as a difference of tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_positions_are_within_the_cache_and_distinct_within_a_sequence() -> None
     assert all(row.unique().numel() == 3 for row in positions.flatten(0, 1))
 
 
-def test_what_is_computed_from_an_integer_is_within_bounds_too() -> None:
+def test_numbers_computed_from_an_integer_are_within_bounds_too() -> None:
     def paged(pool: Tensor, table: Tensor, pos: Tensor) -> Tensor:
         slot = table.gather(1, pos // 8) * 8 + pos % 8
         return pool.index_select(0, slot.flatten())
@@ -108,7 +108,7 @@ def test_rounding_is_no_difference_and_one_token_of_many_is(dtype: torch.dtype) 
     assert difference(one, (weights / weights.sum(-1, keepdim=True) @ values * 1.2).to(dtype)) is not None
 
 
-def test_what_is_not_finite_must_be_equal() -> None:
+def test_values_that_are_not_finite_must_be_equal() -> None:
     x = torch.tensor([[1.0, torch.nan, torch.inf]])
     assert difference(x, x.clone()) is None
     assert "1 of 3 numbers differ" in str(difference(x, torch.tensor([[1.0, 0.0, torch.inf]])))

@@ -52,7 +52,7 @@ def compiled(function: Any, policy: str = "float32", **options: Any) -> Any:
 
 
 def without_scale(insert_attention: Any) -> Any:
-    """A fault of the rewrite that shows at attention with a scale of its own."""
+    """A fault of the rewrite that shows at attention with another scale than the default."""
 
     def faulty(graph: Any, marker: Any, *args: Any) -> Any:
         object.__setattr__(marker, "scale", None)
