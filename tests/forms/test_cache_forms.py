@@ -218,9 +218,10 @@ def test_dimensions_may_be_counted_from_the_last() -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="generated C++ of torch 2.11 ends the process on such a write")
-def test_a_write_outside_the_cache_is_an_error_even_where_the_last_block_has_room() -> None:
+@pytest.mark.parametrize("options", [WITHOUT_VECTORS, pytest.param({}, id="vectors", marks=pytest.mark.slow)])
+def test_a_write_outside_the_cache_is_an_error_even_where_the_last_block_has_room(options: dict[str, Any]) -> None:
     step = attention_step(index_copy, "bhtd")
-    compiled = torch.compile(step, backend="kvquant", options={"on_unsupported": "error"})
+    compiled = torch.compile(step, backend="kvquant", options={"on_unsupported": "error", **options})
     q, k, v = (torch.randn(BATCH, heads, 1, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
     mask = torch.ones(1, MAX_LEN, dtype=torch.bool)
     with torch.no_grad():
@@ -230,6 +231,7 @@ def test_a_write_outside_the_cache_is_an_error_even_where_the_last_block_has_roo
                 compiled(q, k, v, *caches(), torch.tensor([position]), mask)
 
 
+@pytest.mark.usefixtures("without_code_generation")
 def test_two_packed_caches_of_one_storage_are_told_apart_at_run_time() -> None:
     step = attention_step(index_copy, "bhtd")
     compiled = torch.compile(step, backend="kvquant", options={"on_unsupported": "error"})

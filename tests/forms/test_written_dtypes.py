@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from shared_fixtures import WITHOUT_VECTORS
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
@@ -42,7 +44,7 @@ def some_sequences(cache: Tensor, k: Tensor) -> None:
 
 
 def steps_on_both(
-    write: Write, dtype: torch.dtype, k: Tensor, v: Tensor, write_values: Write | None = None
+    write: Write, dtype: torch.dtype, k: Tensor, v: Tensor, write_values: Write | None = None, **options: Any
 ) -> list[tuple[Tensor, Tensor]]:
     """The output and the caches of a compiled step, each with the result of eager code on packed copies."""
     writes = write, write_values or write
@@ -56,7 +58,8 @@ def steps_on_both(
         PackedTensor.from_dense(cache.clone(), PackedLayout(POLICY, role, HEAD_DIM))
         for cache, role in zip(caches, ("key", "value"), strict=True)
     ]
-    compiled = torch.compile(step, backend="kvquant", options={"policy": POLICY, "on_unsupported": "error"})
+    options |= {"policy": POLICY, "on_unsupported": "error"}
+    compiled = torch.compile(step, backend="kvquant", options=options)
     out, expected = compiled(q, k, v, *caches), step(q, k, v, *packed)
     return [(out, expected), *((cache.packed, eager.packed) for cache, eager in zip(caches, packed, strict=True))]
 
@@ -69,11 +72,18 @@ def test_every_assignment_of_another_dtype_stores_the_bytes_of_eager_code(write:
     assert all(torch.equal(compiled, eager) for compiled, eager in caches)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_generated_code_keeps_the_rounding(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float16, WITHOUT_VECTORS),
+        pytest.param(torch.float16, {}, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_generated_code_keeps_the_rounding(dtype: torch.dtype, options: dict[str, Any]) -> None:
     k, v = torch.randn(2, BATCH, NUM_HEADS, 2, HEAD_DIM)
     v[..., 0] = 1e5  # infinite in float16
-    (out, expected), *caches = steps_on_both(slice_assignment, dtype, k, v)
+    (out, expected), *caches = steps_on_both(slice_assignment, dtype, k, v, **options)
     assert all(torch.equal(compiled, eager) for compiled, eager in caches)
     assert torch.equal(out.isnan(), expected.isnan())
     assert bool(out.isnan().any()) == (dtype == torch.float16)

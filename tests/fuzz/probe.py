@@ -40,9 +40,9 @@ class Probe:
 
 
 def in_parts(probes: Sequence[Probe], always: Sequence[str] = ()) -> list[Any]:
-    """Parameters of a test: a third of the probes, and the probes of the faults ``always``. The others are slow."""
+    """Parameters of a test: a sixth of the probes, and the probes of the faults ``always``. The others are slow."""
     return [
-        pytest.param(probe, marks=() if i % 3 == 0 or probe.fault in always else pytest.mark.slow)
+        pytest.param(probe, marks=() if i % 6 == 0 or probe.fault in always else pytest.mark.slow)
         for i, probe in enumerate(probes)
     ]
 

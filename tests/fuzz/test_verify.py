@@ -29,15 +29,15 @@ REFUSED = ("differs", "not_verified")
     [
         ("the scale is dropped", SCALED),
         ("the mask is dropped", PROGRAM),
-        ("the mask is off by one", PROGRAM),
+        pytest.param("the mask is off by one", PROGRAM, marks=pytest.mark.slow),
         ("positions are off by one", PROGRAM),
-        ("the sequences of new vectors are reversed", PROGRAM),
-        ("keys and values are exchanged", PROGRAM),
-        ("the output of another sequence is taken", PROGRAM),
+        pytest.param("the sequences of new vectors are reversed", PROGRAM, marks=pytest.mark.slow),
+        pytest.param("keys and values are exchanged", PROGRAM, marks=pytest.mark.slow),
+        pytest.param("the output of another sequence is taken", PROGRAM, marks=pytest.mark.slow),
         ("attention reads the cache before its writes", PROGRAM),
         ("the store is not written back", PROGRAM),
         ("a growing cache loses its last token before it grows", GROWS),
-        ("the order of concatenated tensors is ignored", GROWS),
+        pytest.param("the order of concatenated tensors is ignored", GROWS, marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_is_refused_and_the_answer_is_right(title: str, program: Program) -> None:

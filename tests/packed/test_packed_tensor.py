@@ -468,13 +468,14 @@ def random_step(rng: torch.Generator, layout: PackedLayout, caches: list[tuple[T
             caches.append(results)  # the older cache stays, and must not notice what happens to the newer one
 
 
+@pytest.mark.parametrize("num_steps", [25, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("growing", [False, True])
 @every_layout
-def test_any_sequence_of_operations_means_the_same_on_packed_and_plain_caches(layout, growing):
+def test_any_sequence_of_operations_means_the_same_on_packed_and_plain_caches(layout, growing, num_steps):
     rng = torch.Generator().manual_seed(2 * LAYOUTS.index(layout) + growing)  # a separate random sequence for each case
     x = values(2, 2, 60, HEAD_DIM, generator=rng)
     caches = [(PackedTensor.from_dense(x, layout, growing=growing), quantized(x, layout))]
-    for _ in range(60):
+    for _ in range(num_steps):
         random_step(rng, layout, caches)
         for cache, plain in caches:
             assert_same(cache, plain)

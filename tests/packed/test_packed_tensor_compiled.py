@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from packed_caches import HEAD_DIM, INT8, assert_same, pair, values
+from shared_fixtures import WITHOUT_VECTORS
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -97,10 +98,15 @@ def test_a_program_gives_the_same_results_compiled_without_graph_breaks(program,
 
 
 @pytest.mark.parametrize(
-    ("step", "dynamic"), [(repeat_kv_step, True), pytest.param(decode_step, False, marks=pytest.mark.slow)]
+    ("step", "dynamic", "options"),
+    [
+        (repeat_kv_step, True, WITHOUT_VECTORS),
+        pytest.param(repeat_kv_step, True, {}, marks=pytest.mark.slow),
+        pytest.param(decode_step, False, {}, marks=pytest.mark.slow),
+    ],
 )
-def test_a_decode_step_means_the_same_under_inductor(step, dynamic):
-    compare(step, fixed, torch.tensor([63, 64]), backend="inductor", dynamic=dynamic)
+def test_a_decode_step_means_the_same_under_inductor(step, dynamic, options):
+    compare(step, fixed, torch.tensor([63, 64]), backend="inductor", dynamic=dynamic, options=options)
 
 
 # One format with a rotation, a scale, a zero point and two codes a byte; one without a scale; one with two planes of

@@ -56,8 +56,19 @@ EMPTY = {  # batch, new tokens, tokens of the cache, head_dim, KV heads
 }
 
 
-@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY)
-@pytest.mark.parametrize("form", [sdpa, sdpa_of_three_dimensions, written_out, groups_of_heads, with_sinks])
+FORMS = (sdpa, sdpa_of_three_dimensions, written_out, groups_of_heads, with_sinks)
+
+
+def each_form_and_size() -> list[Any]:
+    """All sizes of the first form, and two of each other form; the rest is slow."""
+    return [
+        pytest.param(form, sizes, id=f"{form.__name__}-{name}", marks=() if i * (i + j) % 5 < 2 else pytest.mark.slow)
+        for i, form in enumerate(FORMS)
+        for j, (name, sizes) in enumerate(EMPTY.items())
+    ]
+
+
+@pytest.mark.parametrize(("form", "sizes"), each_form_and_size())
 def test_an_empty_step_compiles_and_equals_the_model(form: Form, sizes: tuple[int, ...]) -> None:
     batch, new, tokens, head_dim, heads = sizes
     if form is sdpa_of_three_dimensions and not heads:

@@ -1,7 +1,7 @@
 """The processor time of each test: ``pytest tests --processor-times=FILE`` notes it, this program sums it up by file.
 
-Wall time says little where tests run beside each other and start programs. ``python processor_times.py FILE`` shows the
-files and the tests that take longest.
+Wall time says little where tests run beside each other and start programs. ``python processor_times.py FILE`` shows all
+rooms, and the files and the tests that take longest.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ class ProcessorTimes:
 
 
 def main(file: Path) -> None:
-    tests, files, counts = Counter[str](), Counter[str](), Counter[str]()
+    tests, files, rooms, counts = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for name, seconds in map(json.loads, file.read_text().splitlines()):
         place = name.partition("::")[0]
         tests[name] += seconds
         files[place] += seconds
+        rooms[place.rpartition("/")[0] or place] += seconds
         counts[place] += 1
     print(f"{sum(files.values()):8.1f} s in all")
+    for room, seconds in rooms.most_common():
+        print(f"{seconds:8.1f} s {room}")
     for place, seconds in files.most_common(SHOWN):
         print(f"{seconds:8.1f} s {counts[place]:5} {place}")
     for name, seconds in tests.most_common(SHOWN):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from transformers import LlamaConfig, LlamaForCausalLM  # forks of a process that has this module do not import them
 
 MAX_LEN = 200
 PRESETS = ["int8_per_token_head", "fp8_e4m3", "int4_per_token_head", "turboquant_4bit_nc"]
@@ -30,8 +31,8 @@ def tiny_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", num_laye
         "head_dim": 64,
         "max_position_embeddings": 512,
     }
-    config = transformers.LlamaConfig(**{**sizes, **changes})
-    return transformers.LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
+    config = LlamaConfig(**{**sizes, **changes})
+    return LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
 
 
 def assistant() -> Any:

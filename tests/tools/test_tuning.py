@@ -215,7 +215,7 @@ def test_with_transforms_the_search_chooses_calibrated_formats(tmp_path: Path) -
         kvcompile.tune(model, tokens, 5, formats=formats)
 
 
-@pytest.mark.parametrize(("runs", "measured"), [(0, 0), (1, 1), (4, 4)])
+@pytest.mark.parametrize(("runs", "measured"), [(0, 0), pytest.param(1, 1, marks=pytest.mark.slow), (4, 4)])
 def test_an_interrupted_search_leaves_the_best_policy_by_what_was_measured(
     runs: int, measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
