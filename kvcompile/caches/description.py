@@ -314,7 +314,7 @@ class Reader:
     def _contradiction(self, name: str, described: str, found: str) -> CacheFileError:
         return CacheFileError(
             f"{self._path}: {name} is described as {described}, but the file has {found}; "
-            "it is damaged or from another kvcompile; compute it again from its prompt"
+            "damaged or from another kvcompile; compute it again from its prompt"
         )
 
 

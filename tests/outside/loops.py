@@ -46,6 +46,7 @@ def judge(reference: Reference, sources: Path, policy: str = LOSSLESS, log: Path
 
 
 def _judge(reference: Reference, folder: Path, policy: str, sending: Any, log: Path | None) -> None:
+    torch.set_num_threads(1)  # a fork has none of the threads of its parent, and would wait for them
     output = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
