@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ BEGIN_EARLY = (
     "forms/test_written_dtypes.py",
 )
 """Files with tests of 10 to 20 seconds: one that begins last would leave the other workers without work."""
+
+CASES = pytest.StashKey[Counter[str]]()
+"""The number of cases that were collected so far, by the test that has the mark ``sampled``."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,6 +60,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="K/N", help="run every N-th of the selected tests, from the K-th")
     parser.addoption("--processor-times", metavar="FILE", type=Path, help="append the processor time of each test")
     parser.addoption("--outside-sources", metavar="DIR", help="checkouts of other projects, for tests marked outside")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Every n-th case of a test with the mark ``sampled(n)`` runs by default, and the other cases become slow.
+
+    Cases for GPUs and cases that are slow anyway do not count.
+    """
+    sampled = item.get_closest_marker("sampled")
+    if sampled is None or item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
+        return
+    cases = item.config.stash.setdefault(CASES, Counter())
+    test = item.nodeid.split("[")[0]
+    if cases[test] % sampled.args[0]:
+        item.add_marker(pytest.mark.slow(sampled=True))
+    cases[test] += 1
 
 
 @pytest.hookimpl(trylast=True)  # after the selection by marks

@@ -166,6 +166,7 @@ STEPS: dict[str, Callable[[], list[Step]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @node_by_node
 @pytest.mark.parametrize("make", STEPS.values(), ids=STEPS.keys())
 def test_steps_in_turn_give_the_results_of_one_function(make: Callable[[], list[Step]]) -> None:

@@ -202,6 +202,7 @@ def after_packing(
     return result, found, report
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_after_a_call_has_packed_its_caches_no_pass_runs_again(
     cache_on_disk: None, no_kernels_of_inductor: None, stacked: bool
@@ -221,6 +222,7 @@ def test_after_a_call_has_packed_its_caches_no_pass_runs_again(
     assert all(torch.equal(a.clone(), b.clone()) for a, b in zip(*held, strict=True))
 
 
+@pytest.mark.slow
 def test_passes_run_again_if_the_code_has_left_the_disk(cache_on_disk: None, no_kernels_of_inductor: None) -> None:
     new, plain, pos = tokens(), caches(), torch.tensor([5])
     result, found, report = after_packing(step, [*new, *(held := copies(plain)), pos], between=fresh_cache())
@@ -231,6 +233,7 @@ def test_passes_run_again_if_the_code_has_left_the_disk(cache_on_disk: None, no_
     assert torch.equal(result, kept)
 
 
+@pytest.mark.slow
 def test_a_cache_that_no_call_has_packed_is_compiled_for(cache_on_disk: None, no_kernels_of_inductor: None) -> None:
     new, pos = tokens(), torch.tensor([5])
     assert in_new_process(step, *new, *caches(), pos)[1:] == (0, 1)

@@ -123,6 +123,7 @@ def fresh_compiler() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("write", "axes"),
     [

@@ -69,6 +69,7 @@ def compiled(update: Update, policy: str, on_unsupported: str = "error") -> Call
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("update", "policy", "steps"),
     [

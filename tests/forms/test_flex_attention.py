@@ -157,6 +157,7 @@ def packed(caches: list[Tensor], head_dim: int = HEAD_DIM) -> list[PackedTensor]
     return [PackedTensor.from_dense(x, layout) for x, layout in zip(caches, layouts, strict=True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attend", FORMS, ids=lambda attend: attend.__name__)
 def test_it_equals_flex_attention_on_packed_caches(attend: Attend, device: str, request: pytest.FixtureRequest) -> None:

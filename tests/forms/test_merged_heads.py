@@ -102,6 +102,7 @@ def with_policies(cases: Iterable[Any], lossless: Container[Any]) -> Any:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "policy"), with_policies(WRITES, ("index_copy", "where", "rolled")))
 def test_every_form_of_write_is_packed(name: str, policy: str) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -161,6 +162,7 @@ STEPS = {whisper: (65, 1, 1, 2), functional: (65, 1, 1, 2), tokens_first: (65, 1
 """The number of tokens in each step. Each number takes a graph."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("step", "policy", "lengths"),
     [

@@ -74,6 +74,7 @@ def fresh_compiler() -> None:
     counters.clear()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype_name", "preset", "kind", "device"), cases_by_device(itertools.product(DTYPES, PRESETS, KINDS), ON_CPU)
 )

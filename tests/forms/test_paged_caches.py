@@ -45,6 +45,7 @@ from kvcompile.policy.policy import Policy
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
 @pytest.mark.usefixtures("operators_traced")
 def test_every_form_is_packed_and_equals_eager_code_on_packed_pools(fn: Step, rewritten_graphs: list[Graph]) -> None:

@@ -228,6 +228,7 @@ def test_operations_of_packed_caches_in_eager_code_are_not_compiled() -> None:
     assert not graphs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layer", "shape", "num_kv_heads", "policy"),
     [

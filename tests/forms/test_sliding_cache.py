@@ -113,6 +113,7 @@ def storage_of(cache: Tensor) -> int:
     return cache.packed.untyped_storage().data_ptr()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("update", "size", "policy", "steps"),
     [

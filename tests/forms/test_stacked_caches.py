@@ -52,6 +52,7 @@ TWICE = (assignment, by_layer, both_at_once, roles_within_tokens, by_layer_and_s
 once or part by part."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fn", "begins"),
     [

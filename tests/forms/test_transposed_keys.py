@@ -131,6 +131,7 @@ STEPS = [
 """The order of dimensions, the policy, and the number of tokens in each step. Each number takes a graph."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("axes", "policy", "lengths"),
     [

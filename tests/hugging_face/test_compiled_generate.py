@@ -97,6 +97,7 @@ SLOW_VARIANTS = ("sampled beams", "a static cache", "a prompt of one token")
 """Each is like two others: it samples or has beams, has a static cache, or a short prompt."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -17,6 +17,7 @@ from sweep_models import ARCHITECTURES
 from kvcompile.passes.site import Site
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("architecture", "attention", "cache"),
     [

@@ -171,6 +171,7 @@ def transforms(tmp_path_factory: pytest.TempPathFactory) -> Path:
 EXACT = {"sink_tokens": 64, "residual_length": 64}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "extra", "generated"),
     [

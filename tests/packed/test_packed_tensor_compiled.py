@@ -92,6 +92,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("program", "make_cache"), PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_a_program_gives_the_same_results_compiled_without_graph_breaks(program, make_cache):
     compare(program, make_cache, backend="aot_eager")

@@ -109,6 +109,7 @@ def test_rows_without_a_visible_key_keep_their_meaning_where_the_mask_is_finite(
     torch.testing.assert_close(by_its_marker(form, (q, k, v, o)), form(q, k, v, o), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_a_marker_that_stays_gives_back_exactly_the_operations_of_the_model(form: Form) -> None:
     plain = aten_ops(form, mark=False)

@@ -89,8 +89,9 @@ def no_kernels_of_inductor() -> Iterator[None]:
 
 @pytest.fixture
 def node_by_node_on_cpu(request: pytest.FixtureRequest) -> None:
-    """On a CPU graphs run node by node, except in slow cases; for tests that have a parameter ``device``."""
-    if request.getfixturevalue("device") == "cpu" and not request.node.get_closest_marker("slow"):
+    """On a CPU graphs run node by node, except in cases that are marked slow; for tests with a parameter ``device``."""
+    slow = request.node.get_closest_marker("slow")
+    if request.getfixturevalue("device") == "cpu" and (slow is None or slow.kwargs.get("sampled")):
         request.getfixturevalue("without_code_generation")
 
 

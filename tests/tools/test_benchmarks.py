@@ -304,7 +304,7 @@ def test_caches_are_windows_of_random_data_with_the_layout_of_separate_caches(st
     assert caches.nbytes(SHAPE.context) == sum(part.nbytes for part in sets[0])
 
 
-@pytest.mark.parametrize("script", ["decode", "store"])
+@pytest.mark.parametrize("script", [pytest.param("decode", marks=pytest.mark.slow), "store"])
 def test_benchmarks_of_kernels_measure_every_preset_and_bfloat16(script, wall_clock, monkeypatch, tmp_path):
     sizes = {
         "decode": ["--shapes", "1,4/1,64,100", "--masked-shapes", "1,4/2,64,320", "--visible", 70],

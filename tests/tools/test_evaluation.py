@@ -102,10 +102,19 @@ def test_the_command_compares_the_compiled_model_with_itself(results: tuple[str,
     assert 0.05 < three_bits["attention_errors"][MODULES[0]] < 0.3
 
 
-def test_tokens_in_full_precision_count_as_a_share_of_the_window(results: tuple[str, Path]) -> None:
-    out, _ = run(f"eval --model . --policies turboquant_3bit,turboquant_3bit_r128,int4 {READING}")
-    assert max(map(len, out.splitlines())) <= WIDTH
-    rows = cells(out)
+@pytest.fixture(scope="module")
+def with_exact_tokens(saved_model: Path) -> str:
+    """The output of the command on policies of which two keep tokens in full precision."""
+    with pytest.MonkeyPatch.context() as patch, running_node_by_node(operators=True):
+        patch.chdir(saved_model)
+        return run(f"eval --model . --policies turboquant_3bit,turboquant_3bit_r128,int4 {READING}")[0]
+
+
+def test_tokens_in_full_precision_count_as_a_share_of_the_window(
+    results: tuple[str, Path], with_exact_tokens: str
+) -> None:
+    assert max(map(len, with_exact_tokens.splitlines())) <= WIDTH
+    rows = cells(with_exact_tokens)
     packed = 8 * (3 * HEAD_DIM / 8 + 2) / HEAD_DIM * 128 / (PREFILL + DECODE)  # 72 tokens take two blocks of 64
     plain, exact = rows["turboquant_3bit"], rows["turboquant_3bit_r128"]
     assert (plain[:3], exact[:3]) == (["0", "0.0%", f"{packed:.2f}"], ["128", "100.0%", f"{packed:.2f}"])
@@ -117,8 +126,8 @@ def test_tokens_in_full_precision_count_as_a_share_of_the_window(results: tuple[
     assert "exact" not in results[0], "neither policy keeps tokens in full precision"
 
 
-def test_a_note_says_that_a_window_of_exact_tokens_measures_no_format() -> None:
-    out = " ".join(run(f"eval --model . --policies turboquant_3bit_r128,int4 {READING}")[0].split())
+def test_a_note_says_that_a_window_of_exact_tokens_measures_no_format(with_exact_tokens: str) -> None:
+    out = " ".join(with_exact_tokens.split())
     note = f"all {PREFILL + DECODE} tokens of a window are in full precision, so later steps read no packed token"
     assert f"note: turboquant_3bit_r128: {note}; give a larger --prefill" in out
     assert out.count(note) == 1
