@@ -1,6 +1,7 @@
 """Every example runs offline, prints the promised figures, and is listed in the README.
 
-The slow test runs all examples as users do. The default run has the quick examples, without code generation.
+A slow test runs all examples as users do. The default run has the quick examples, without code generation. There
+``verify`` compares each rewritten graph with its original.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+
+import kvcompile
+from kvcompile.options import BackendOptions
 
 FOLDER = Path(__file__).parents[2] / "examples"
 SAME = r"100 % of the tokens are the same"
@@ -55,14 +60,22 @@ def test_no_program_passes_a_cache_under_a_name_that_transformers_deprecates(fol
         assert not re.search(r"past_key_values=|\"past_key_values\":", path.read_text()), path.name
 
 
-@pytest.mark.usefixtures("without_code_generation")
-@pytest.mark.parametrize("name", QUICK)
-def test_an_example_prints_what_it_promises(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("without_code_generation", "dumps_in_tmp_path")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXAMPLES]
+)
+def test_an_example_prints_what_it_promises_and_its_graphs_equal_their_originals(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = BackendOptions.parse
+    monkeypatch.setattr(BackendOptions, "parse", lambda *args: replace(parse(*args), verify=True))
     few = ["--new-tokens", "8"] if name in GENERATING else []
-    importlib.import_module(name).main(few)
+    with kvcompile.collect_reports() as report:
+        importlib.import_module(name).main(few)
     shown = capsys.readouterr().out
     for pattern in EXAMPLES[name]:
         assert re.search(pattern, shown), (pattern, shown)
+    assert report.is_verified == (name != "long_context_memory"), "all examples but this one compile a model"
 
 
 def test_the_memory_plot_is_written(tmp_path: Path) -> None:
