@@ -90,6 +90,7 @@ def run_module(
 
 def _run(root: Path, module: str, plugin: Plugin, keywords: str, log: Path | None) -> None:
     torch.set_num_threads(1)  # a fork has none of the threads of its parent, and would wait for them
+    os.environ.pop("PYTEST_ADDOPTS", None)  # options of this project, which the other project does not know
     os.chdir(root)
     sys.path.insert(0, str(root))  # the project's own code, not an installed package of the same name
     output = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
