@@ -314,11 +314,11 @@ class _GraphCompiler:
 
     def _compile_with(self, marked: GraphModule, digest: str | None) -> Any:
         """The code of AOTAutograd and Inductor. Its key covers ``digest``; without one, AOTAutograd's cache is off."""
-        for node in marked.graph.find_nodes(op="placeholder"):
-            node.type = None  # the key would tell a packed cache from the plain cache that it was
         if digest is not None:
             add_digest(marked.graph, digest)
-        marked.recompile()
+            for node in marked.graph.find_nodes(op="placeholder"):
+                node.type = None  # the key would differ between a plain cache and the packed cache that replaces it
+            marked.recompile()
         with without_autograd_cache() if digest is None else storing_own_code(), receiving_outcomes(self._know):
             return compile_fx(
                 marked,

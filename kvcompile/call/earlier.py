@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.call.packed_call import Parts, adopted_by_input
+from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.passes.calling import GraphInput, InputAction, PackedInput, SplitStack
 
 Sizes = tuple[tuple[tuple[int, ...], torch.dtype] | int | None, ...]
@@ -26,7 +28,7 @@ class Compilation:
     """A compilation of this process.
 
     Attributes:
-        digest: its digest.
+        digest: the digest of its graph.
         inputs: the record of its inputs.
         sizes: the sizes of its inputs.
         caches: the caches that a call must pack; positions count Dynamo's inputs.
@@ -84,8 +86,8 @@ def _size_of(value: Any) -> Any:
 
 def _are_packed_by(earlier: Compilation, inputs: Sequence[GraphInput]) -> bool:
     """Whether a call of an earlier compilation packs caches so that the next call passes ``inputs``."""
-    packed = {action.index: action for action in earlier.caches if not action.makes_cache}
-    stacks = {stack.index: stack for stack in earlier.stacks}
+    adopted = adopted_by_input(earlier.caches, earlier.stacks)
+    dims = {stack.index: stack.dims for stack in earlier.stacks}
 
     def becomes(before: GraphInput, now: GraphInput) -> bool:
         index = before.dynamo_index
@@ -93,8 +95,10 @@ def _are_packed_by(earlier: Compilation, inputs: Sequence[GraphInput]) -> bool:
             return True
         if index is None or before.arrives_packed or (index, before.source) != (now.dynamo_index, now.source):
             return False
-        split = stacks.get(index)
-        return _is_packed(now, packed.get(index)) if split is None else _is_packed_stack(now, split, packed)
+        parts = adopted.get(index, {})
+        if index not in dims:
+            return _is_packed(now, parts.get(()))
+        return now.stack is not None and now.stack.dims == dims[index] and _are_packed(now.stack.parts, parts)
 
     return len(inputs) == len(earlier.inputs) and all(map(becomes, earlier.inputs, inputs))
 
@@ -103,12 +107,8 @@ def _is_packed(now: GraphInput, action: InputAction | None) -> bool:
     return action is not None and now.packed == PackedInput(action.layout, action.axes, growing=False)
 
 
-def _is_packed_stack(now: GraphInput, split: SplitStack, packed: Mapping[int, InputAction]) -> bool:
-    """Whether an input is a stack with exactly the parts packed that a call packs. ``packed`` is by place."""
-    if now.stack is None or now.stack.dims != split.dims:
-        return False
-    actions = {part: packed.get(place) for part, place in split.places.items()}
+def _are_packed(parts: Mapping[PartIndex, GraphInput], actions: Parts) -> bool:
+    """Whether exactly the parts of a stack are packed that have an action."""
     return all(
-        _is_packed(own, actions.get(part)) if own.arrives_packed else actions.get(part) is None
-        for part, own in now.stack.parts.items()
+        _is_packed(own, actions.get(part)) if own.arrives_packed else part not in actions for part, own in parts.items()
     )

@@ -259,7 +259,7 @@ class InputAdoption:
 
     def __init__(self, caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> None:
         """Takes the caches and the stacks of :class:`AdoptingCall`."""
-        self._caches = _by_input([action for action in caches if not action.makes_cache], stacks)
+        self._caches = adopted_by_input(caches, stacks)
         self._stacked_dims = {stack.index: stack.dims for stack in stacks}
 
     def plain_among(self, args: Sequence[Any]) -> list[Adoption]:
@@ -366,13 +366,14 @@ Parts = Mapping[PartIndex, InputAction]
 """The actions for the parts of one input, before stacks are split."""
 
 
-def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, Parts]:
-    """The parts that must be packed, by input, before stacks are split."""
+def adopted_by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, Parts]:
+    """The parts that a call packs in the caller's own tensors, by input, before stacks are split."""
     origin = {place: (stack.index, part) for stack in stacks for part, place in stack.places.items()}
     result: dict[int, dict[PartIndex, InputAction]] = {}
     for action in caches:
-        index, part = origin.get(action.index, (action.index, ()))
-        result.setdefault(index, {})[part] = action
+        if not action.makes_cache:
+            index, part = origin.get(action.index, (action.index, ()))
+            result.setdefault(index, {})[part] = action
     return dict(result)
 
 

@@ -5,11 +5,10 @@ A probe is a ``drive`` as the fuzzer writes it (:mod:`fuzz.oracle`): it yields e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,14 +36,6 @@ class Probe:
         """Compare the packed and the plain run; the program is compiled anew."""
         torch._dynamo.reset()
         return compare(self.drive, How(**{**vars(self.how), **how}))
-
-
-def in_parts(probes: Sequence[Probe], always: Sequence[str] = ()) -> list[Any]:
-    """Parameters of a test: a sixth of the probes, and the probes of the faults ``always``. The others are slow."""
-    return [
-        pytest.param(probe, marks=() if i % 6 == 0 or probe.fault in always else pytest.mark.slow)
-        for i, probe in enumerate(probes)
-    ]
 
 
 def collecting(probes: list[Probe], **how_of_all: Any) -> Callable[..., Callable[[Drive], Drive]]:

@@ -11,7 +11,7 @@ import pytest
 from fuzz.faults import FAULTS
 from fuzz.fixed_seeds import GROUPS
 from fuzz.mutations import SURVIVORS
-from fuzz.probe import Probe, in_parts
+from fuzz.probe import Probe
 from fuzz.probes import PROBES
 from fuzz.program import STATIC, Attention, Layer, Program, Sizes, Step, Write
 from fuzz.search import Failure, as_test, run, search
@@ -39,7 +39,8 @@ def test_a_simple_program_shows_a_fault_of_its_functions(title: str) -> None:
     assert run(PROGRAM).verdict == "equal"
 
 
-@pytest.mark.parametrize("probe", in_parts(PROBES), ids=lambda probe: probe.drive.__name__)
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.drive.__name__)
 def test_a_probe_shows_its_fault_and_runs_rightly_without_it(probe: Probe) -> None:
     (fault,) = [fault for fault in FAULTS if fault.title == probe.fault]
     assert not (result := probe.run()).failed, result

@@ -24,7 +24,8 @@ def test_packed_programs_equal_plain_ones(seed: int, share: float, group: Group)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("part", range(8))
 def test_corner_programs_run_packed_as_they_run_plain(part: int) -> None:
     programs = enumerate(corner_programs())  # every other one begins with packed caches
     results = {program: run(program) for number, program in programs if number // 2 % 8 == part}

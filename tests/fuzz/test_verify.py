@@ -8,7 +8,7 @@ import pytest
 
 from fuzz.faults import FAULTS
 from fuzz.fixed_seeds import corner_programs
-from fuzz.probe import Probe, in_parts
+from fuzz.probe import Probe
 from fuzz.probes import PROBES
 from fuzz.program import GROWING, STATIC, Attention, Layer, Program, Sizes, Step, Write
 from fuzz.search import run
@@ -65,7 +65,14 @@ FAILING = (
 """The faults of probes that make compilation fail before the check."""
 
 
-@pytest.mark.parametrize("probe", in_parts(PROBES, UNSEEN), ids=lambda probe: probe.drive.__name__)
+@pytest.mark.parametrize(
+    "probe",
+    [
+        pytest.param(probe, marks=() if number % 6 == 0 or probe.fault in UNSEEN else pytest.mark.slow)
+        for number, probe in enumerate(PROBES)
+    ],
+    ids=lambda probe: probe.drive.__name__,
+)
 def test_the_fault_of_a_probe_is_refused_too(probe: Probe) -> None:
     (fault,) = [fault for fault in FAULTS if fault.title == probe.fault]
     with fault.planted():

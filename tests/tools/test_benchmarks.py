@@ -234,13 +234,8 @@ def test_plots_name_shapes_in_words(shape, words):
 RESULT_FILES = sorted((BENCHMARKS / "results").glob("*.json"))
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=pytest.mark.slow if number % 3 else ())
-        for number, path in enumerate(RESULT_FILES)
-    ],
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("path", RESULT_FILES, ids=[path.stem for path in RESULT_FILES])
 def test_plots_of_saved_results_name_units_and_lie_within_their_frame(path):
     pytest.importorskip("matplotlib")
     figure = plot(Results.read(path))
