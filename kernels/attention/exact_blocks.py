@@ -199,7 +199,7 @@ def _attend_to_items(
 
 _attend_here = jit(_attend_to_items)
 _attend_apart = jit(noinline=True)(_attend_to_items)
-"""A function of the machine code: the blocks of an entry rarely differ, and decoding them takes many instructions."""
+"""A separate function in the machine code: entries rarely hold different blocks, and decoding is many instructions."""
 
 
 @jit

@@ -281,7 +281,7 @@ def _compared(got: Iterator[Any], expected: Sequence[list[Any]], drive: Drive, h
 
 
 def _precise_value(drive: Drive, how: How, number: int, place: int) -> Tensor | None:
-    """The value that the plain program yields in float64, for outputs that bfloat16 rounds badly in plain code only.
+    """The value that the plain program yields in float64, which decides if plain code in half precision is inaccurate.
 
     Returns:
         The value at a place of an item; None if the format loses bits, or if the program does not run in float64.
