@@ -3,7 +3,8 @@
 //     packaged_step step.pt2 NEW_TOKENS TOKEN [TOKEN ...]
 //
 // examples/package_step.py makes the package and prints the command that compiles this program. The package takes one
-// token [1, 1] and, if its model asks for it, the position of that token [1]. The prompt is read token by token.
+// token [1, 1] and, if its model asks for it, the position of that token [1]. The prompt is read token by token. For a
+// package on a GPU the command also compiles kvcompile/packaging/launch.cpp into the program.
 
 #include <cstdint>
 #include <iostream>
@@ -39,10 +40,12 @@ torch::Dtype dtype(const std::string& name) {
 // "input.0.name", "input.0.kind", "input.0.dtype", "input.0.shape", and so on.
 std::vector<torch::Tensor> new_inputs(const Metadata& metadata, std::vector<size_t>& arguments) {
   std::vector<torch::Tensor> inputs;
+  const torch::Device device(metadata.at("device"));
   const size_t count = std::stoul(metadata.at("inputs"));
   for (size_t place = 0; place < count; ++place) {
     const std::string prefix = "input." + std::to_string(place) + ".";
-    inputs.push_back(torch::zeros(numbers(metadata.at(prefix + "shape")), dtype(metadata.at(prefix + "dtype"))));
+    const auto options = torch::dtype(dtype(metadata.at(prefix + "dtype"))).device(device);
+    inputs.push_back(torch::zeros(numbers(metadata.at(prefix + "shape")), options));
     if (metadata.at(prefix + "kind") == "argument") arguments.push_back(place);
   }
   return inputs;

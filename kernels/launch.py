@@ -37,9 +37,9 @@ _layout = PackedLayout.parse
 RANGES_AT_ONCE = 16
 """The most query positions of a sequence for which the merge of splits reads their visible ranges."""
 
-launch_attention = Launcher(attention_kernel)
-launch_combine = Launcher(combine_kernel)
-launch_visible_range = Launcher(visible_range_kernel)
+launch_attention = Launcher(attention_kernel, writes=("out_ptr", "lse_ptr"))
+launch_combine = Launcher(combine_kernel, writes=("out_ptr", "out_lse_ptr"))
+launch_visible_range = Launcher(visible_range_kernel, writes=("out_ptr",))
 
 
 def attention(

@@ -263,5 +263,5 @@ def _launch_attention(
     )  # fmt: skip
 
 
-launch_dequantize = Launcher(dequantize_kernel)
-launch_prefill_attention = Launcher(prefill_attention_kernel)
+launch_dequantize = Launcher(dequantize_kernel, writes=("out_ptr",))
+launch_prefill_attention = Launcher(prefill_attention_kernel, writes=("out_ptr", "lse_ptr"))

@@ -63,4 +63,4 @@ def put_new_tokens(out: Tensor, new: NewTokens, num_tokens: int, first_pair: int
     )
 
 
-launch_new_tokens = Launcher(new_tokens_kernel)
+launch_new_tokens = Launcher(new_tokens_kernel, writes=("out_ptr",))

@@ -155,8 +155,8 @@ def _gather_tile(
     tl.store(out_ptrs + (NOPE_DIM + rope_channel) * out_strides[2], rope, mask=gathered)
 
 
-launch_insert = Launcher(insert_kernel)
-launch_gather = Launcher(gather_kernel)
+launch_insert = Launcher(insert_kernel, writes=("k_cache_ptr",))
+launch_gather = Launcher(gather_kernel, writes=("out_ptr",))
 
 
 def quantize_and_insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:

@@ -135,7 +135,7 @@ def _copy_section(
             tl.store((target_ptr + row * WIDTH)[:, None] + column[None, :], units, mask=copied)
 
 
-launch_gather = Launcher(gather_kernel)
+launch_gather = Launcher(gather_kernel, writes=("out_ptr",))
 
 
 def gather(data: Tensor, layout: PackedLayout, slots: Tensor) -> Tensor:

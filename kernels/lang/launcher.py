@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,27 +18,58 @@ from kvcompile.kernels.lang.triton import INTERPRETED
 ASSERTING = {"debug": True, "sanitize_overflow": False}
 
 
-_COMPILING_ONLY = ContextVar("compiling_only", default=False)
+class Launch(NamedTuple):
+    """A launch of a compiled kernel.
+
+    Attributes:
+        compiled: Triton's compiled kernel.
+        grid: numbers of programs.
+        tensors: the tensors, which are the first parameters. They may be fake tensors.
+        aligned: for each tensor, whether the kernel relies on an address that is divisible by 16.
+        others: the other parameters: tuples of strides, numbers, and constants.
+        writes: the names of the parameters whose tensors the kernel writes.
+    """
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    tensors: tuple[Tensor, ...]
+    aligned: tuple[bool, ...]
+    others: tuple[Any, ...]
+    writes: tuple[str, ...]
+
+
+_INSTEAD: ContextVar[Callable[[Launch], None] | None] = ContextVar("instead_of_launching", default=None)
 
 
 @contextlib.contextmanager
-def compiling_only() -> Iterator[None]:
-    """A block in which launches of this thread only compile their kernels. Their tensors may be fake tensors."""
-    token = _COMPILING_ONLY.set(True)
+def instead_of_launching(act: Callable[[Launch], None]) -> Iterator[None]:
+    """A block in which launches of this thread compile their kernels, and then call ``act`` instead of running them."""
+    token = _INSTEAD.set(act)
     try:
         yield
     finally:
-        _COMPILING_ONLY.reset(token)
+        _INSTEAD.reset(token)
+
+
+def compiling_only() -> contextlib.AbstractContextManager[None]:
+    """A block in which launches of this thread only compile their kernels. Their tensors may be fake tensors."""
+    return instead_of_launching(lambda launch: None)
 
 
 class _Argument:
-    """The description of a fake tensor for which Triton compiles: its dtype, and an aligned address."""
+    """The description of a fake tensor for which Triton compiles: its dtype, and an address as aligned as its own."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._address = _offset_nbytes(tensor)
 
     def data_ptr(self) -> int:
-        return 0
+        return self._address
+
+
+def _offset_nbytes(tensor: Tensor) -> int:
+    """The bytes between the start of a storage, which is aligned, and the start of ``tensor``."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 class Launcher:
@@ -52,10 +83,12 @@ class Launcher:
 
     Args:
         kernel: a function made by :func:`kvcompile.kernels.lang.triton.jit`.
+        writes: the names of the parameters whose tensors it writes.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, writes: tuple[str, ...] = ()) -> None:
         self.kernel = kernel
+        self.writes = writes
         self.compiled: dict[tuple, Any] = {}
         self._locks: dict[tuple, threading.Lock] = {}
 
@@ -78,28 +111,39 @@ class Launcher:
             constants: compile-time arguments, hashable.
             options: Triton's launch options, such as ``num_warps``; equal for equal ``constants``.
         """
-        device, compiles_only = tensors[0].device, _COMPILING_ONLY.get()
-        key = (
-            device,
-            *[(tensor.dtype, compiles_only or tensor.data_ptr() % 16 == 0) for tensor in tensors],
-            *[_stride_classes(stride) for stride in strides],
-            constants,
-        )
+        device, act = tensors[0].device, _INSTEAD.get()
+        aligned = [(tensor.data_ptr() if act is None else _offset_nbytes(tensor)) % 16 == 0 for tensor in tensors]
+        dtypes = [tensor.dtype for tensor in tensors]
+        key = (device, *dtypes, *aligned, *[_stride_classes(stride) for stride in strides], constants)
         others = (*strides, *numbers, *constants)
         with _current(device):
             compiled = self.compiled.get(key)
-            if compiled is not None:
-                if not compiles_only:
-                    compiled[grid](*tensors, *others)
-                return
-            with self._locks.setdefault(key, threading.Lock()):
-                if compiles_only:
-                    described = [_Argument(tensor.dtype) for tensor in tensors]
-                    self.compiled[key] = self.kernel.warmup(*described, *others, grid=grid, **options)
-                elif (compiled := self.compiled.get(key)) is not None:  # another thread has just compiled it
-                    compiled[grid](*tensors, *others)
-                else:
-                    self.compiled[key] = self.kernel[grid](*tensors, *others, **options)
+            if act is not None:
+                compiled = compiled or self._compile(key, grid, tensors, others, options)
+                act(Launch(compiled, grid, tensors, tuple(aligned), others, self.writes))
+            elif compiled is not None:
+                compiled[grid](*tensors, *others)
+            else:
+                self._compile_and_launch(key, grid, tensors, others, options)
+
+    def _compile_and_launch(
+        self, key: tuple, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], others: tuple[Any, ...], options: Any
+    ) -> None:
+        with self._locks.setdefault(key, threading.Lock()):
+            compiled = self.compiled.get(key)
+            if compiled is not None:  # another thread has just compiled it
+                compiled[grid](*tensors, *others)
+            else:
+                self.compiled[key] = self.kernel[grid](*tensors, *others, **options)
+
+    def _compile(
+        self, key: tuple, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], others: tuple[Any, ...], options: Any
+    ) -> Any:
+        with self._locks.setdefault(key, threading.Lock()):
+            if key not in self.compiled:
+                described = [_Argument(tensor) for tensor in tensors]
+                self.compiled[key] = self.kernel.warmup(*described, *others, grid=grid, **options)
+            return self.compiled[key]
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

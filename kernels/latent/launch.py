@@ -105,6 +105,8 @@ def store_latents(
     )
 
 
-launch_latent_attention = Launcher(latent_attention_kernel)
-launch_hopper_latent_attention = hopper_latent_attention_kernel and Launcher(hopper_latent_attention_kernel)
-launch_store_latents = Launcher(store_latents_kernel)
+launch_latent_attention = Launcher(latent_attention_kernel, writes=("out_ptr", "lse_ptr"))
+launch_hopper_latent_attention = hopper_latent_attention_kernel and Launcher(
+    hopper_latent_attention_kernel, writes=("out_ptr", "lse_ptr")
+)
+launch_store_latents = Launcher(store_latents_kernel, writes=("data_ptr",))

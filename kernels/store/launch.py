@@ -20,13 +20,13 @@ from kvcompile.kernels.store.configs import StoreTiles, store_tiles
 from kvcompile.kernels.store.few import store_few_kernel, store_few_pair_kernel
 from kvcompile.kernels.store.tokens import store_kernel, store_pair_kernel
 
-launch_store = Launcher(store_kernel)
-launch_store_pair = Launcher(store_pair_kernel)
-launch_store_few = Launcher(store_few_kernel)
-launch_store_few_pair = Launcher(store_few_pair_kernel)
-launch_place_tokens = Launcher(place_tokens_kernel)
-launch_copy_tags = Launcher(copy_tags_kernel)
-launch_store_blocks = Launcher(store_blocks_kernel)
+launch_store = Launcher(store_kernel, writes=("data_ptr",))
+launch_store_pair = Launcher(store_pair_kernel, writes=("k_data_ptr", "v_data_ptr"))
+launch_store_few = Launcher(store_few_kernel, writes=("data_ptr",))
+launch_store_few_pair = Launcher(store_few_pair_kernel, writes=("k_data_ptr", "v_data_ptr"))
+launch_place_tokens = Launcher(place_tokens_kernel, writes=("places_ptr",))
+launch_copy_tags = Launcher(copy_tags_kernel, writes=("tags_ptr",))
+launch_store_blocks = Launcher(store_blocks_kernel, writes=("data_ptr",))
 
 
 class Positions(NamedTuple):

@@ -28,7 +28,12 @@ def aoti_compile_and_package(exported: ExportedProgram, path: str, metadata: Map
     torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=configs)
 
 
-def aoti_load_package(path: str) -> tuple[Callable[..., Any], dict[str, str]]:
-    """The callable of a package, and its metadata."""
-    loaded = torch._inductor.aoti_load_package(path)
-    return loaded, loaded.get_metadata()
+def aoti_load_metadata(path: str) -> dict[str, str]:
+    """The metadata of a package, without its code."""
+    loader: Any = torch._C._aoti.AOTIModelPackageLoader
+    return dict(loader.load_metadata_from_package(path, "model"))
+
+
+def aoti_load_package(path: str) -> Callable[..., Any]:
+    """The callable of a package."""
+    return torch._inductor.aoti_load_package(path)

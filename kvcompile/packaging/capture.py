@@ -17,7 +17,8 @@ from kvcompile.backend import ConfiguredBackend, compile_graph
 from kvcompile.call.adoption import AdoptionError
 from kvcompile.compat.backends import ensure_registered, error_of_backend
 from kvcompile.errors import KVCompileError, PackageError
-from kvcompile.kernels.formats.base import BLOCK_TOKENS
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
+from kvcompile.packaging.launches import inline_operators, operators_in_python
 from kvcompile.packaging.signature import InputKind, StepInput, TensorType
 from kvcompile.passes.calling import Rewritten
 from kvcompile.passes.graph.aten import replace_views_by_reshapes
@@ -35,11 +36,13 @@ class Captured:
         graph: takes ``tensors``.
         tensors: the tensors of one call, in the order of the graph's inputs.
         inputs: the description of each tensor; None for a constant, which the package holds.
+        layouts: the layouts of the caches, by the names of their inputs.
     """
 
     graph: GraphModule
     tensors: tuple[Tensor, ...]
     inputs: tuple[StepInput | None, ...]
+    layouts: dict[str, PackedLayout]
 
 
 class _Stop(BaseException):
@@ -109,11 +112,16 @@ def capture(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         raise PackageError("the step has no attention on a KV cache; torch.export packages such a step")
     assert packing.rewritten is not None, "only rewritten graphs get code"
     _check(packing.rewritten, tensors)
-    _check_operators(packing.gm)
+    if tensors[0].is_cuda:
+        inline_operators(packing.gm, packing.rewritten)
+    if operators := operators_in_python(packing.gm):
+        raise PackageError(f"the step calls {operators[0]}, whose implementation is Python; torch.compile runs it")
     constants = {one.data_ptr() for one in _tensors_of(model)}
     inputs = tuple(_input(packing, place, tensor, constants) for place, tensor in enumerate(tensors))
+    found = {action.index: action.layout for action in packing.rewritten.inputs}
+    layouts = {one.name: found[place] for place, one in enumerate(inputs) if one is not None and place in found}
     replace_views_by_reshapes(packing.gm)
-    return Captured(packing.gm, tuple(tensors), inputs)
+    return Captured(packing.gm, tuple(tensors), inputs, layouts)
 
 
 def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,26 +163,20 @@ def _check(rewritten: Rewritten, args: Sequence[Any]) -> None:
             f"the step makes new caches ({moving or 'returned'}); package a step with caches of a fixed size, such as "
             "kvcompile.static_cache or buffers of the model"
         )
+    if any(action.layout.format.is_calibrated for action in rewritten.inputs):
+        raise PackageError(
+            "the step has a cache in a calibrated format, whose products with matrices run in Python; choose another "
+            "policy"
+        )
     if rewritten.stacks:
         raise PackageError("the step takes several caches in one tensor; package a step with a tensor for each cache")
     for number in args:
         if not isinstance(number, Tensor):
             raise PackageError(f"the step takes the number {number!r} as an argument; pass a tensor")
-        if number.device.type != "cpu":
-            raise PackageError(
-                f"the step runs on {number.device}; packages run on CPUs, because kernels for packed caches are "
-                "launched from Python on other devices"
-            )
-
-
-def _check_operators(gm: GraphModule) -> None:
-    """Raise PackageError if the graph calls an operator whose implementation is Python."""
-    for node in gm.graph.nodes:
-        if getattr(node.target, "namespace", "") == "kvcompile":
-            raise PackageError(
-                f"the step calls {node.target}, which runs Python; formats with calibrated transforms cannot be "
-                "packaged: choose another policy"
-            )
+        if number.device.type not in ("cpu", "cuda") or (number.is_cuda and torch.version.hip is not None):
+            raise PackageError(f"the step runs on {number.device}; packages run on CPUs and on NVIDIA GPUs")
+        if number.device != args[0].device:
+            raise PackageError(f"the step takes tensors on {args[0].device} and on {number.device}; use one device")
 
 
 def _tensors_of(model: Callable[..., Any]) -> list[Tensor]:

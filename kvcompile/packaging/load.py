@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from kvcompile.compat.inductor import aoti_load_package
+from kvcompile.compat.inductor import aoti_load_metadata, aoti_load_package
 from kvcompile.errors import PackageError, did_you_mean, one_line
+from kvcompile.packaging.launches import load_operator
 from kvcompile.packaging.signature import Signature, StepInput, TensorType
 
 
@@ -34,7 +35,7 @@ class PackagedStep:
 
     def new_caches(self) -> dict[str, Tensor]:
         """Empty caches and other state of the step, by name: zeros that the caller passes to every step."""
-        return {one.name: one.type.zeros() for one in self.signature.of_kind("cache", "state")}
+        return {one.name: one.type.zeros(self.signature.device) for one in self.signature.of_kind("cache", "state")}
 
     def __call__(self, arguments: Mapping[str, Tensor], caches: Mapping[str, Tensor]) -> list[Tensor]:
         """Run the step. It changes ``caches`` in place.
@@ -60,12 +61,12 @@ class PackagedStep:
         """``tensor``, after a check of its type. The compiled code does not check it."""
         if tensor is None:
             raise PackageError(f"{self.path.name} needs the {one.kind} {one.name!r}")
-        found = TensorType.of(tensor)
-        if found != one.type or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        found, device = TensorType.of(tensor), self.signature.device
+        if found != one.type or tensor.device.type != device or not tensor.is_contiguous():
             strided = "" if tensor.is_contiguous() else "strided "
             raise PackageError(
-                f"{self.path.name} takes {one.name!r} as contiguous {one.type.dtype} {list(one.type.shape)} on cpu, "
-                f"not as {strided}{found.dtype} {list(found.shape)} on {tensor.device}"
+                f"{self.path.name} takes {one.name!r} as contiguous {one.type.dtype} {list(one.type.shape)} on "
+                f"{device}, not as {strided}{found.dtype} {list(found.shape)} on {tensor.device}"
             )
         return tensor
 
@@ -89,8 +90,14 @@ def load_package(path: str | os.PathLike[str]) -> PackagedStep:
     file = Path(path)
     if not file.is_file():
         raise PackageError(f"{file} is not a file")
+    signature = Signature.read(_loaded(aoti_load_metadata, file))
+    if signature.device == "cuda":
+        load_operator()
+    return PackagedStep(file, _loaded(aoti_load_package, file), signature)
+
+
+def _loaded(load: Callable[[str], Any], file: Path) -> Any:
     try:
-        loaded, metadata = aoti_load_package(str(file))
+        return load(str(file))
     except Exception as error:
         raise PackageError(f"{file} is not a package of AOTInductor: {one_line(error)}") from error
-    return PackagedStep(file, loaded, Signature.read(metadata))

@@ -10,16 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from kvcompile.compat.inductor import aoti_compile_and_package
 from kvcompile.errors import PackageError
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.packaging.capture import Captured, capture
+from kvcompile.packaging.launches import operators_in_python, pass_masks_as_they_are, tracing_launches
 from kvcompile.packaging.load import PackagedStep, load_package
 from kvcompile.packaging.signature import Signature, TensorType
 from kvcompile.policy.policy import PolicySpec
 
 MAX_ERROR = 1e-2
 """The largest allowed relative error of the package's outputs. It sums in another order, possibly in bfloat16."""
+
+MAX_CACHE_ERROR = 0.1
+"""The largest allowed relative error of the vectors in its caches. Codes may be rounded the other way."""
 
 
 def package(
@@ -41,8 +47,8 @@ def package(
     steps.
 
     Args:
-        model: a module or a function that runs on a CPU. Its caches have a fixed size: buffers of the module, or
-            arguments, such as :func:`kvcompile.static_cache`. They must be empty, and nothing runs on them here.
+        model: a module or a function, on a CPU or an NVIDIA GPU. Its caches have a fixed size: buffers of the module,
+            or arguments, such as :func:`kvcompile.static_cache`. They must be empty, and nothing runs on them here.
         args: the arguments of one step by position.
         kwargs: the arguments of one step by name.
         policy: preset name, path, dict or Policy; the default policy if it is None.
@@ -65,8 +71,9 @@ def package(
     tensors = step.own_inputs()
     with torch.no_grad():
         expected = step(*(one.clone() for one in tensors))
-        signature = Signature(step.signature, tuple(TensorType.of(output) for output in expected))
-        exported = torch.export.export(step, tuple(tensors), strict=False)
+        outputs = tuple(TensorType.of(output) for output in expected)
+        signature = Signature(step.signature, outputs, device=tensors[0].device.type)
+        exported = _export(step, tensors)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             aoti_compile_and_package(exported, str(made), signature.metadata())
@@ -77,12 +84,24 @@ def package(
     return result
 
 
+def _export(step: _Step, tensors: list[Tensor]) -> ExportedProgram:
+    """The step as operators that AOTInductor compiles; on a GPU with launches in place of operators of kvcompile."""
+    if not tensors[0].is_cuda:
+        return torch.export.export(step, tuple(tensors), strict=False)
+    with tracing_launches():
+        exported = torch.export.export(step, tuple(tensors), strict=False)
+    assert not operators_in_python(exported.graph_module)
+    pass_masks_as_they_are(exported.graph_module)
+    return exported
+
+
 class _Step(nn.Module):
     """The captured graph with the constants of the model. It takes all other inputs, and returns a tuple."""
 
     def __init__(self, captured: Captured) -> None:
         super().__init__()
         self.graph = captured.graph
+        self.layouts = captured.layouts
         self.signature = tuple(one for one in captured.inputs if one is not None)
         self._tensors = captured.tensors
         self._names: list[str | None] = []
@@ -103,6 +122,8 @@ class _Step(nn.Module):
 def _check(step: _Step, made: PackagedStep) -> None:
     """Run two steps of the package and of the graph, from empty caches, with the arguments of the captured call.
 
+    The second step begins where the first has ended, or at the start again if the caches have no room for it.
+
     Raises:
         PackageError: an output, a cache or another state differs.
     """
@@ -114,15 +135,37 @@ def _check(step: _Step, made: PackagedStep) -> None:
         wanted = step(*({**arguments, **expected}[one.name] for one in step.signature))
         outputs = made(arguments, caches)
         for place, (output, right) in enumerate(zip(outputs, wanted, strict=True)):
-            error = (output.double() - right.double()).norm() / right.double().norm().clamp_min(1e-30)
+            error = _relative_error(output, right)
             if not error <= MAX_ERROR:
                 raise PackageError(f"output {place} of the package differs from the graph's by {error:.1e}")
-        changed = next((name for name in caches if not _is_near(caches[name], expected[name])), None)
-        if changed is not None:
-            raise PackageError(f"the package and the graph store different numbers in {changed}")
+        for name, state in caches.items():
+            if not _is_near(state, expected[name], step.layouts.get(name)):
+                raise PackageError(f"the package and the graph store different numbers in {name}")
+        _begin_again_if_full(step, [caches, expected])
 
 
-def _is_near(state: Tensor, right: Tensor) -> bool:
-    """Whether states are equal; in caches a few codes may be rounded the other way."""
-    different = (state != right).sum().item()
-    return different == 0 or (state.dtype == torch.uint8 and different <= max(2, 1e-3 * right.count_nonzero().item()))
+def _begin_again_if_full(step: _Step, states: list[dict[str, Tensor]]) -> None:
+    """Set the lengths of caches to zero if the caches have no room for as many tokens again."""
+    own = states[0]
+    capacity = min(layout.token_blocks(own[name]) * BLOCK_TOKENS for name, layout in step.layouts.items())
+    lengths = [name for name in own if name not in step.layouts]
+    if any(2 * own[name].max().item() > capacity for name in lengths):
+        for state in states:
+            for name in lengths:
+                state[name].zero_()
+
+
+def _is_near(state: Tensor, right: Tensor, layout: PackedLayout | None) -> bool:
+    """Whether states are equal, and the vectors of caches nearly equal."""
+    if layout is None:
+        return torch.equal(state, right)
+    num_tokens = layout.token_blocks(state) * BLOCK_TOKENS
+    found, wanted = (
+        torch.ops.kvcompile.dequantize(one, num_tokens, torch.float32, layout.spec, layout.role, layout.head_dim)
+        for one in (state, right)
+    )
+    return _relative_error(found, wanted) <= MAX_CACHE_ERROR
+
+
+def _relative_error(found: Tensor, right: Tensor) -> float:
+    return float((found.double() - right.double()).norm() / right.double().norm().clamp_min(1e-30))

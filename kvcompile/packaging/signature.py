@@ -3,6 +3,7 @@
 The metadata maps strings to strings, so that a C++ program reads it without a parser for JSON::
 
     kvcompile.version   0.1.0
+    device              cpu
     inputs              3
     input.0.name        tokens
     input.0.kind        argument
@@ -58,8 +59,8 @@ class TensorType:
     def nbytes(self) -> int:
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
 
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=getattr(torch, self.dtype))
+    def zeros(self, device: str) -> Tensor:
+        return torch.zeros(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
 
 @dataclass(frozen=True)
@@ -89,17 +90,25 @@ class StepInput:
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs of a packaged step, in the order in which it takes them, and its outputs."""
+    """The inputs of a packaged step, in the order in which it takes them, and its outputs.
+
+    Attributes:
+        inputs: all inputs.
+        outputs: all outputs.
+        device: the type of the device of all tensors, ``cpu`` or ``cuda``.
+    """
 
     inputs: tuple[StepInput, ...]
     outputs: tuple[TensorType, ...]
+    device: str = "cpu"
 
     def of_kind(self, *kinds: InputKind) -> list[StepInput]:
         return [one for one in self.inputs if one.kind in kinds]
 
     def metadata(self) -> dict[str, str]:
         """The description for the package, strings by name."""
-        found = {_VERSION: VERSION, "inputs": str(len(self.inputs)), "outputs": str(len(self.outputs))}
+        counts = {"inputs": str(len(self.inputs)), "outputs": str(len(self.outputs))}
+        found = {_VERSION: VERSION, "device": self.device, **counts}
         for place, one in enumerate(self.inputs):
             own = asdict(one) | _described(one.type)
             found |= {f"input.{place}.{key}": str(value) for key, value in own.items() if key != "type" and value != 0}
@@ -119,9 +128,10 @@ class Signature:
         try:
             inputs = tuple(_read_input(metadata, f"input.{place}.") for place in range(int(metadata["inputs"])))
             outputs = tuple(_read_type(metadata, f"output.{place}.") for place in range(int(metadata["outputs"])))
+            device = _read_device(metadata)
         except (KeyError, ValueError) as error:
             raise PackageError(f"the description of the package is damaged: {error}") from error
-        return cls(inputs, outputs)
+        return cls(inputs, outputs, device)
 
 
 def _described(type: TensorType) -> dict[str, str]:
@@ -134,6 +144,13 @@ def _read_type(metadata: Mapping[str, str], prefix: str) -> TensorType:
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"{dtype!r} is not a dtype")
     return TensorType(dtype, shape)
+
+
+def _read_device(metadata: Mapping[str, str]) -> str:
+    device = metadata.get("device", "cpu")  # older packages have none
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"{device!r} is not a device of packages")
+    return device
 
 
 def _read_input(metadata: Mapping[str, str], prefix: str) -> StepInput:

@@ -77,7 +77,7 @@ def make_replayable(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequen
     placeholders = gm.graph.find_nodes(op="placeholder")
     caches = {action.index for action in rewritten.inputs}
     examples = list(rewritten.example_inputs)
-    _store_in_place(gm, {placeholders[index] for index in caches})
+    store_in_place(gm, {placeholders[index] for index in caches})
     for index in caches:
         examples[index] = _refer(placeholders[index])
     mutated = {node.args[0] for node in gm.graph.find_nodes(op="call_function", target=copy_)}
@@ -91,7 +91,7 @@ def make_replayable(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequen
     return replace(rewritten, example_inputs=examples, by_reference=True, buffered_inputs=buffered)
 
 
-def _store_in_place(gm: GraphModule, caches: set[Node]) -> None:
+def store_in_place(gm: GraphModule, caches: set[Node]) -> None:
     """Replace functional stores into caches, and the final copies into caches, by stores that mutate them.
 
     The graph keeps its order. The rewrite has put attention after the stores whose result it reads, and nothing reads

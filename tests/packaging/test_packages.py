@@ -162,7 +162,7 @@ def test_calibrated_formats_are_an_error(tmp_path: Path) -> None:
     choice = {"dtype": "transform_2.6bit", "transforms": str(write_transforms(tmp_path / "t.safetensors", 64))}
     cache = kvcompile.static_cache(model, 1, 64, {"default": choice})
     inputs = {"input_ids": torch.zeros(1, 1, dtype=torch.long), "past_key_values": cache}
-    with pytest.raises(PackageError, match=r"calls kvcompile.* choose another policy"):
+    with pytest.raises(PackageError, match=r"a calibrated format.* choose another policy"):
         kvcompile.package(model, kwargs=inputs, policy={"default": choice}, path=tmp_path / "step.pt2")
 
 
@@ -181,6 +181,26 @@ def test_a_wrong_path_or_policy_is_an_error_before_any_work(tmp_path: Path) -> N
 def test_every_kind_of_format_is_packaged(policy: str, tmp_path: Path) -> None:
     step = kvcompile.package(tiny_transformer(), one_token(0), policy=policy, path=tmp_path / "step.pt2")
     assert generate(step, PROMPT, 8) == expected_tokens(policy, 8)
+
+
+def test_a_prompt_that_fills_more_than_half_of_a_cache_is_packaged(tmp_path: Path) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:
+        positions = length + torch.arange(40)
+        keys.index_copy_(2, positions, k)
+        values.index_copy_(2, positions, v)
+        length.add_(40)
+        return F.scaled_dot_product_attention(q, keys, values, torch.arange(64) <= positions[:, None])
+
+    torch.manual_seed(0)
+    new, caches = torch.randn(3, 1, 2, 40, 64), torch.zeros(2, 1, 2, 64, 64)
+    inputs = {"q": new[0], "k": new[1], "v": new[2], "keys": caches[0].clone(), "values": caches[1].clone()}
+    made = kvcompile.package(
+        step, kwargs={**inputs, "length": torch.zeros(1, dtype=torch.long)}, policy="float32", path=tmp_path / "p.pt2"
+    )
+    state = made.new_caches()
+    (out,) = made({"q": new[0], "k": new[1], "v": new[2]}, state)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(*new, is_causal=True))
+    assert state["length"].item() == 40
 
 
 @pytest.mark.slow
@@ -225,7 +245,7 @@ def test_the_example_prints_its_tokens_and_the_command_for_cpp(tmp_path: Path, c
 @pytest.mark.slow
 def test_a_program_in_cpp_generates_the_same_tokens_without_python(step: PackagedStep, tmp_path: Path) -> None:
     program = tmp_path / "packaged_step"
-    subprocess.run(compile_command(program), check=True, capture_output=True)
+    subprocess.run(compile_command(program, "cpu"), check=True, capture_output=True)
     arguments = [str(program), str(step.path), "8", *map(str, PROMPT)]
     printed = subprocess.run(arguments, check=True, capture_output=True, text=True, env={}).stdout
     assert [int(token) for token in printed.split()] == generate(step, PROMPT, 8)
