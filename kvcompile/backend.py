@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
+from uuid import uuid4
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -19,12 +20,14 @@ from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
 from kvcompile.call.packed_code import Outcome, PackedCode, receiving_outcomes, without_symbols
 from kvcompile.call.shards import LocalShards, explained_error
+from kvcompile.call.stored_call import CallParts, StoredCall, StoredCode, check_storable, note_plain_caches
+from kvcompile.compat.ahead_of_time import is_ahead_of_time, keeping_code
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.backends import allow_registration_by_threads, ensure_registered
 from kvcompile.compat.graphs import copied_graph
 from kvcompile.compat.inductor import BoxedBool, can_call_subgraphs, compile_fx, compile_fx_inner
 from kvcompile.compat.observing import dynamo_timed
-from kvcompile.compat.tracing import detect_fake_mode
+from kvcompile.compat.tracing import detect_fake_mode, forget_real_tensors
 from kvcompile.compat.versions import warn_if_untested
 from kvcompile.context_parallel import check_agreement
 from kvcompile.debugging.stages import GraphStages, Stage
@@ -233,6 +236,7 @@ class _GraphCompiler:
         self.origin: Origin | None = None
         self.verified_steps: int | None = None
         self.must_be_stored = False
+        self.is_ahead_of_time = generate_code is None and is_ahead_of_time()
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
 
     def compile(self) -> Callable[..., Any]:
@@ -266,6 +270,8 @@ class _GraphCompiler:
             graph = self._report(outcome.sites, outcome.surroundings)
         if outcome.is_recordable_step:
             hint_at_cuda_graphs(self.options)
+        if self.is_ahead_of_time:
+            return self._storable(compiled, outcome, graph)
         fallback = None
         if self.generate_code is None:
             fallback = _plain_for_any_inputs(copied_graph(self.original), self.options.inductor_config)
@@ -278,6 +284,12 @@ class _GraphCompiler:
             self.options.shard,
         ).__call__  # fmt: skip
 
+    def _storable(self, compiled: Any, outcome: Outcome, graph: report.GraphReport) -> StoredCall:
+        looks_at_keys = self.options.policy.key_outliers != "ignore"
+        parts = CallParts(outcome.caches, outcome.stacks, outcome.sources, self.conceals, looks_at_keys)
+        note_plain_caches(parts, self.inputs)
+        return StoredCall(compiled, self.options.inductor_config, parts, graph)
+
     @property
     def conceals(self) -> bool:
         """Whether AOTAutograd unwraps tensor subclasses, so packed caches must be concealed."""
@@ -285,6 +297,8 @@ class _GraphCompiler:
 
     def release(self) -> None:
         """Forget the graph and its inputs, which the compiled code would keep alive through ``_inner_compile``."""
+        if self.is_ahead_of_time:
+            forget_real_tensors(self.original)
         self.example_inputs, self.original_inputs, self.packing = [], [], None
         self.shards.example_inputs = []
         del self.original, self.marked
@@ -294,9 +308,17 @@ class _GraphCompiler:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     def _compile_plain(self) -> Any:
-        return _compile_plain(self.original, self.options.inductor_config, self.original_inputs)
+        config = self.options.inductor_config
+        if not self.is_ahead_of_time:
+            return _compile_plain(self.original, config, self.original_inputs)
+        check_storable(is_divided=False)
+        with keeping_code():
+            return StoredCode(_compile_plain(self.original, config, self.original_inputs), config)
 
     def _compile_packed(self) -> Any:
+        if self.is_ahead_of_time:
+            check_storable(is_divided=self.options.shard is not None or self.shards.are_used)
+            return self._compile_with(self.marked, uuid4().hex)  # no code that Inductor's cache keeps is loaded
         digest = self._digest(self.inputs)
         sizes = sizes_of(self.example_inputs)
         if digest is None or sizes is None:
@@ -319,7 +341,8 @@ class _GraphCompiler:
             for node in marked.graph.find_nodes(op="placeholder"):
                 node.type = None  # the key would differ between a plain cache and the packed cache that replaces it
             marked.recompile()
-        with without_autograd_cache() if digest is None else storing_own_code(), receiving_outcomes(self._know):
+        cache = without_autograd_cache() if digest is None else storing_own_code()
+        with keeping_code() if self.is_ahead_of_time else cache, receiving_outcomes(self._know):
             return compile_fx(
                 marked,
                 self._logical_inputs(),
@@ -363,9 +386,9 @@ class _GraphCompiler:
         if self.generate_code is not None:
             compiled = self.generate_code(packing)
         else:
-            with storing_by_key():
+            with contextlib.nullcontext() if self.is_ahead_of_time else storing_by_key():
                 compiled = compile_fx_inner(gm, rewritten.example_inputs, **kwargs)
-        return PackedCode(compiled, plan, self.outcome, packing.cudagraphs)
+        return PackedCode(compiled, plan, self.outcome, packing.cudagraphs, self.is_ahead_of_time)
 
     def _agree(self, sites: Sequence[Site]) -> None:
         if self.agreement is not None:

@@ -19,6 +19,7 @@ BEGIN_EARLY = (
     "call/test_failing_ranks.py",
     "forms/test_paged_caches.py",
     "call/test_output_code.py",
+    "call/test_ahead_of_time.py",
     "packed/test_packed_residual_compiled.py",
     "forms/test_written_dtypes.py",
 )

@@ -37,7 +37,7 @@ def digest_of(
         conceals: whether packed caches are concealed from AOTAutograd.
         calls: the user's calls, in the order of the marked graph.
     """
-    if not _has_only_own_formats():
+    if not has_only_own_formats():
         return None  # the code of another format is not in the digest
     try:
         formats = [policy.formats_for(site.module, site.layer, num_layers(sites)) for site in sites]
@@ -47,7 +47,7 @@ def digest_of(
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _has_only_own_formats() -> bool:
+def has_only_own_formats() -> bool:
     formats = (*FORMATS.values(), *LATENT_FORMATS.values())
     return all(type(fmt).__module__.startswith("kvcompile.") for fmt in formats)
 

@@ -72,10 +72,10 @@ def _record(value: Any, source: str, dynamo_index: int | None = None) -> GraphIn
         parts = {part: _record(own, "") for part, own in value.items()}
         stack = StackInput(value.stacked_dims, parts)
         return GraphInput(source, dynamo_index, stack=stack, arrives_packed=True)
-    return GraphInput(source, dynamo_index, packed=_packed_input(value), arrives_packed=True)
+    return GraphInput(source, dynamo_index, packed=packed_input(value), arrives_packed=True)
 
 
-def _packed_input(value: PackedSubclass) -> PackedInput | None:
+def packed_input(value: PackedSubclass) -> PackedInput | None:
     """The packed cache that passes may use; None for a view that lacks an axis of a cache."""
     cache = value.local if isinstance(value, PackedShard) else slots_of(value)
     if not isinstance(cache, PackedTensor) or cache.axes not in WHOLE_AXES:

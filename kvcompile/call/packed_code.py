@@ -2,7 +2,8 @@
 
 A process that finds the entry runs no pass and traces no ATen graph. The entry has the key of Inductor's code in
 Inductor's own cache, the plan of a call (:class:`~kvcompile.call.packed_call.CallPlan`), and the outcome of the passes
-for the report. The digest of :mod:`kvcompile.call.digest` in the key excludes stale entries.
+for the report. The digest of :mod:`kvcompile.call.digest` in the key excludes stale entries. For ``aot_compile`` the
+entry has the code itself in place of the key, and the bases of calibrated formats (:mod:`kvcompile.call.stored_call`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from kvcompile.call.packed_call import CallPlan, PackedCall
+from kvcompile.compat.ahead_of_time import entry_with_code
 from kvcompile.compat.autograd_cache import NotStored, StoredCode, entry_in_inductors_cache
 from kvcompile.compat.inductor import BoxedBool
+from kvcompile.kernels.formats import bases
 from kvcompile.passes.calling import InputAction, SplitStack
 from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.site import Site
@@ -63,17 +68,22 @@ class PackedCode(StoredCode):
     It has the methods of PyTorch's ``OutputCode`` (``torch/_inductor/output_code.py``).
     """
 
-    def __init__(self, compiled: Any, plan: CallPlan, outcome: Outcome, cudagraphs: bool) -> None:
+    def __init__(
+        self, compiled: Any, plan: CallPlan, outcome: Outcome, cudagraphs: bool, keeps_code: bool = False
+    ) -> None:
         """
         Args:
             compiled: Inductor's code of the rewritten graph.
             plan: the work of a call before and after the code.
             outcome: the decisions of the passes.
             cudagraphs: whether Inductor may record the code as a CUDA graph.
+            keeps_code: whether the stored entry needs neither Inductor's cache nor the files of the policy.
         """
         super().__init__()
         self._boxed_call = True  # set on the object, because AOTAutograd's wrapper takes over its attributes
         self._outcome, self._plan, self._cudagraphs = outcome, plan, cudagraphs
+        self._keeps_code = keeps_code
+        self._bases: list[dict[str, Tensor]] = []
         self._compiled: Any = compiled
         self._call: Any = PackedCall(compiled, plan)
         self._entry: Any = None
@@ -87,7 +97,10 @@ class PackedCode(StoredCode):
         Raises:
             NotStored: Inductor's cache does not have the compiled graph, or the outcome cannot be pickled.
         """
-        self._entry = entry_in_inductors_cache(self._compiled)
+        if self._keeps_code:
+            self._entry, self._bases = entry_with_code(self._compiled), _bases_of(self._plan)
+        else:
+            self._entry = entry_in_inductors_cache(self._compiled)
         try:
             pickle.dumps((self._plan, self._outcome))
         except Exception as error:
@@ -99,6 +112,8 @@ class PackedCode(StoredCode):
 
         ``example_inputs`` are the inputs before stacks were split; Inductor reads only their symbols and devices.
         """
+        for tensors in self._bases:
+            bases.register(bases.Basis(**tensors))
         graph_kwargs = {**graph_kwargs, "cudagraphs": BoxedBool(bool(graph_kwargs["cudagraphs"]) and self._cudagraphs)}
         compiled = self._entry.load(example_inputs)
         self._call = PackedCall(self._entry.post_compile(compiled, graph_kwargs), self._plan)
@@ -108,6 +123,13 @@ class PackedCode(StoredCode):
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Inductor's own entry holds the bundle."""
+
+
+def _bases_of(plan: CallPlan) -> list[dict[str, Tensor]]:
+    """The tensors of the bases of all packed caches that a call takes or returns."""
+    layouts = [*(action.layout for action in plan.caches), *(action.layout for action, _ in plan.outputs)]
+    references = {layout.format.basis[: bases.DIGEST_DIGITS] for layout in layouts if layout.format.basis}
+    return [bases.root(reference) for reference in sorted(references)]
 
 
 def without_symbols(actions: Sequence[InputAction]) -> tuple[InputAction, ...]:

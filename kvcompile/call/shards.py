@@ -65,6 +65,11 @@ class LocalShards:
         if self._places:
             gm.recompile()
 
+    @property
+    def are_used(self) -> bool:
+        """Whether the graph takes shards."""
+        return bool(self._places)
+
     def of(self, args: Sequence[Any]) -> Sequence[Any]:
         """The inputs of a call, with each distributed parameter replaced by its local shard."""
         if not self._places:

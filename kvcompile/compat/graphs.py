@@ -44,9 +44,10 @@ def copy_parameter_sources(gm: GraphModule, original: GraphModule) -> None:
 def source_of(placeholder: Node) -> str:
     """Dynamo's name of an input of its graph, such as ``L['cache'].layers[0].keys``; the node's name is the fallback.
 
-    The name is a method of the source in some releases of PyTorch, and an attribute in others.
+    The name is a method of the source in some releases of PyTorch, and an attribute in others. In ``aot_compile`` the
+    node no longer has the input, but it still has the source.
     """
-    source: Any = getattr(placeholder.meta.get("grapharg"), "source", None)
+    source: Any = getattr(placeholder.meta.get("grapharg"), "source", None) or getattr(placeholder, _SOURCE, None)
     name = getattr(source, "name", None)
     return (name() if callable(name) else name) or placeholder.name
 

@@ -13,12 +13,25 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def converted_tensors(fake_mode: FakeTensorMode) -> list[Tensor]:
     """The fake tensors that the mode has made of real tensors."""
     return list(fake_mode.fake_tensor_converter.meta_converter.tensor_memo.values())
+
+
+def forget_real_tensors(gm: GraphModule) -> None:
+    """Drop the weak references to the inputs of Dynamo's graph ``gm``, which would prevent adoption.
+
+    Dynamo does the same after it has compiled a frame, but not in ``aot_compile``.
+    """
+    fakes = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    for fake_mode in {fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)}:
+        describer = fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
 
 
 def records_operators() -> bool:

@@ -17,4 +17,5 @@ import kvcompile.packed.saved_names
 import kvcompile.packed.shard
 import kvcompile.packed.stack_ops
 import kvcompile.packed.views
+import kvcompile.packed.without_data
 import kvcompile.packed.writes  # noqa: F401

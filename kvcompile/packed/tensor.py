@@ -514,7 +514,7 @@ class PackedTensor(PackedSubclass):
         data = self.packed.clone(memory_format=torch.contiguous_format)
         layout = (meta.layout.spec, meta.layout.role, meta.layout.head_dim)
         fields = (meta.dtype, meta.axes, meta.start, meta.growing)
-        basis = meta.layout.format.basis
+        basis = "" if data.is_meta else meta.layout.format.basis  # numbers of a cache without data serve nothing
         return rebuild_packed_tensor, (data, layout, fields, tuple(self.shape), bases.root(basis) if basis else {})
 
 

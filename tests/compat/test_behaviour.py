@@ -22,7 +22,17 @@ from torch._inductor.codecache import PyCodeCache
 
 import kvcompile
 from kvcompile import KVCompileError, compat, kvquant
-from kvcompile.compat import attention, backends, inductor, modules, observing, recompiling, tensors, tracing
+from kvcompile.compat import (
+    ahead_of_time,
+    attention,
+    backends,
+    inductor,
+    modules,
+    observing,
+    recompiling,
+    tensors,
+    tracing,
+)
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic
 from kvcompile.kernels.lang.triton import triton
@@ -132,6 +142,34 @@ def test_only_after_a_registered_backend_dynamo_drops_its_references(is_register
     x = torch.ones(3)
     torch.compile(torch.cos, backend=Backend())(x)
     assert bool(weakref.getweakrefs(x)) is not is_registered
+
+
+@pytest.mark.skipif(not ahead_of_time.CAN_STORE_CALLS, reason="this release has no aot_compile")
+def test_only_aot_compile_asks_for_a_function_that_can_be_stored() -> None:
+    seen = []
+
+    class Stored(ahead_of_time.StorableCall):
+        """Has the two methods that PyTorch calls; without one of them it could not be instantiated."""
+
+        serialize_compile_artifacts = deserialize_compile_artifacts = classmethod(lambda cls, fn: b"")
+
+        def __init__(self, gm: Any, inputs: Any) -> None:
+            self.call = gm.forward
+            seen.append(ahead_of_time.is_ahead_of_time())
+            tracing.forget_real_tensors(gm)
+
+        def __call__(self, *args: Any) -> Any:
+            return self.call(*args)
+
+    x = torch.ones(3)
+    torch.compile(torch.tanh, backend=Stored, dynamic=False)(x)
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        function = torch.compile(torch.sin, backend=Stored, fullgraph=True, dynamic=False).aot_compile(((x,), {}))
+    assert torch.equal(function(x), torch.sin(x))
+    assert seen == [False, True]
+    assert not weakref.getweakrefs(x)
+    required = Stored.__mro__[1].__abstractmethods__
+    assert required == {"serialize_compile_artifacts", "deserialize_compile_artifacts", "__call__"}
 
 
 def test_two_threads_that_look_up_the_backend_first_at_the_same_time_both_find_it(
