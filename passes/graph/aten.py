@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.compat.operators import OpOverload
 from kvcompile.compat.tensors import schema_of
 
 aten = torch.ops.aten
@@ -91,6 +92,20 @@ def views_alike(node: Any, other: Any) -> bool:
     return same_op and all(map(views_alike, arguments(node), arguments(other)))
 
 
+def computed_alike(one: Any, other: Any) -> bool:
+    """Whether two arguments of nodes are the same value, or are computed from the same values by the same operators."""
+    if one is other:
+        return True
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(computed_alike, one, other))
+    if not isinstance(one, Node) or not isinstance(other, Node):
+        return type(one) is type(other) and bool(one == other)
+    same_op = one.op == other.op == "call_function" and one.target is other.target and one.kwargs == other.kwargs
+    if not same_op or not isinstance(one.target, OpOverload) or torch.Tag.nondeterministic_seeded in one.target.tags:
+        return False
+    return not one.is_impure() and computed_alike(arguments(one), arguments(other))
+
+
 def arguments(node: Node) -> list[Any]:
     """The positional arguments of an operator, however they are passed. Dimensions count from the first."""
     given = {
@@ -135,6 +150,8 @@ WRITE_OPS = frozenset(
         aten.where.self,
         aten.cat.default,
         aten.index.Tensor,
+        aten.index_select.default,
+        aten.gather.default,
     )
 )
 """The operators that :mod:`kvcompile.passes.prove.writes` may recognise as a cache write; a test keeps both equal."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import ops
 from torch.fx import Node
 
-from kvcompile.passes.graph.aten import same_sizes, shape_of
+from kvcompile.passes.graph.aten import SAME_OPS, same_sizes, shape_of
 from kvcompile.passes.graph.index_map import IndexMap, follow
 
 aten = ops.aten
@@ -42,6 +42,16 @@ def axes_before(node: Node, axes: str) -> str:
 def axes_after(node: Node, axes: str) -> str:
     """The order of ``node``, whose operand has the order ``axes``; the same unless ``node`` permutes it."""
     return "".join(axes[dim] for dim in _permutation(node)) or axes
+
+
+def unpermuted(state: Node, axes: str) -> tuple[Node, str, tuple[Node, ...]]:
+    """The state that ``state`` is a copy or a permutation of, its order, and the nodes in between."""
+    nodes: list[Node] = []
+    while state.target in SAME_OPS or permutes_dims(state):
+        nodes.append(state)
+        axes = axes_before(state, axes) if axes else axes
+        state = state.args[0]
+    return state, axes, tuple(nodes)
 
 
 def _permutation(node: Node) -> list[int]:

@@ -21,7 +21,7 @@ from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.inline import behind_placeholders, fake_mode_of, inline, insert_call, size_node
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.graph.refused_inputs import note_refusal
-from kvcompile.passes.graph.states import first_state
+from kvcompile.passes.graph.states import first_state, states_of
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.pools.analyse import NotAPool, Pool, analyse_pool
 
@@ -35,6 +35,7 @@ def page_pools(gm: GraphModule, packed_inputs: Mapping[Node, PackedInput]) -> No
     """
     calls = [Marker.of(node) for node in markers_of(gm.graph)]
     attended = {first_state(operand) for call in calls for operand in (call.key, call.value)}
+    attended -= _reordered(gm.graph)
     for placeholder in gm.graph.find_nodes(op="placeholder"):
         packed = packed_inputs.get(placeholder)
         try:
@@ -44,6 +45,22 @@ def page_pools(gm: GraphModule, packed_inputs: Mapping[Node, PackedInput]) -> No
             continue
         if pool is not None:
             _PoolRewriter(gm.graph, pool).rewrite()
+
+
+def _reordered(graph: Graph) -> set[Node]:
+    """The inputs whose sequences a vector of indices reorders: the graph returns the result or copies it back."""
+    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    results = [node for node in graph.output_node().args[0] if isinstance(node, Node)]
+    paths = [states_of(node) for node in (*results, *(copy.args[1] for copy in copies))]
+    return {first for first, *later in paths if any(map(_takes_vector, later))}
+
+
+def _takes_vector(node: Node) -> bool:
+    """Whether ``node`` is an index by one vector."""
+    if node.target is not aten.index.Tensor:
+        return node.target in (aten.index_select.default, aten.gather.default)
+    given = [index for index in node.args[1] if index is not None]
+    return len(given) == 1 and len(shape_of(given[0])) == 1
 
 
 class _PoolRewriter:

@@ -11,8 +11,8 @@ from torch.fx import Node
 from kvcompile.kernels.layout.axes import size_along
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aten import shape_of
+from kvcompile.passes.prove.cache_write import CacheWrite
 from kvcompile.passes.prove.reads import Read
-from kvcompile.passes.prove.writes import CacheWrite
 
 Kind = Literal["static", "functional", "allocated", "growing", "fresh", "read-only"]
 
@@ -35,8 +35,9 @@ class Cache:
         axes: the order of the dimensions of ``base``. For a pool, the order of its cache of one sequence.
         root_axes: the order of the dimensions of ``root``.
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
-        kept: for a sliding window, the slice of ``root`` that it keeps. ``growing`` and ``fresh`` caches return the
-            slice in the place of ``root``, and ``static`` caches copy it back.
+        last_change: a change of ``root`` after attention reads it: the slice that a sliding window keeps, or a reorder
+            of sequences. ``functional``, ``growing`` and ``fresh`` caches return its result in the place of ``root``,
+            and ``static`` caches copy it back.
         returned: the output that is the cache, for ``functional``, ``allocated``, ``growing`` and ``fresh``.
         repeats_sequence: whether the only sequence of ``base`` is repeated for all sequences before the first write.
         reads: how each site reads it.
@@ -61,18 +62,33 @@ class Cache:
     pool_axes: str | None = None
     computing: set[Node] = field(default_factory=set)
     serves_both: bool = False
-    kept: CacheWrite | None = None
+    last_change: CacheWrite | None = None
     returned: Node | None = None
     repeats_sequence: bool = False
 
     @property
     def changes(self) -> list[CacheWrite]:
-        """Its writes, and the slice that a sliding window keeps."""
-        return self.writes if self.kept is None else [*self.writes, self.kept]
+        """Its writes, and the change after attention reads it."""
+        return self.writes if self.last_change is None else [*self.writes, self.last_change]
 
     @property
     def drops_tokens(self) -> bool:
         return any(write.drops_tokens for write in self.changes)
+
+    def makes_new_data(self, write: CacheWrite) -> bool:
+        """Whether ``write`` makes new packed data: the cache that was passed keeps its data, or has less room."""
+        return write.drops_tokens or (write.reorders and self.kind != "static")
+
+    @property
+    def returns_new_data(self) -> bool:
+        """Whether the graph returns packed data that the caller has not passed."""
+        return any(map(self.makes_new_data, self.changes))
+
+    @property
+    def num_sequences(self) -> Any:
+        """Its number of sequences before they are reordered."""
+        reorder = next((change for change in self.changes if change.reorders), None)
+        return self.size("b") if reorder is None else size_along(shape_of(reorder.base), reorder.axes, "b")
 
     @property
     def is_pool(self) -> bool:

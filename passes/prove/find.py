@@ -7,19 +7,17 @@ use raises a Refusal, which becomes the site's reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 
 import torch
 from torch.fx import Graph, Node
 
-from kvcompile.compat.pytree import tree_leaves
 from kvcompile.kernels.layout.axes import CACHE_AXES, WHOLE_AXES
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.graph.aliases import share_memory
 from kvcompile.passes.graph.aten import (
-    SAME_OPS,
     SIZE_OPS,
     VIEW_OPS,
     WRITE_OPS,
@@ -31,23 +29,33 @@ from kvcompile.passes.graph.aten import (
 from kvcompile.passes.graph.names import cache_name, operation, user_name
 from kvcompile.passes.graph.permutations import (
     REPETITIONS,
-    axes_after,
     axes_before,
     permutes_dims,
     repeats_sequence,
 )
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.graph.sizes_from_data import has_size_from_data
-from kvcompile.passes.graph.states import first_state, states_of
+from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention, ComputedRead, Kind
+from kvcompile.passes.prove.cache_write import CacheWrite
+from kvcompile.passes.prove.changes import (
+    change_after,
+    count_uses,
+    is_new_rows,
+    is_overwritten,
+    keeps_values,
+    leads_to,
+    permutations_of,
+)
 from kvcompile.passes.prove.computed_keys import read_computed_keys, read_like
 from kvcompile.passes.prove.head_ranges import head_ranges
 from kvcompile.passes.prove.latents import has_one_head, is_written, later_states, read_latents, read_whole, views_of
 from kvcompile.passes.prove.reads import Read, channels_not_last, trace_read
+from kvcompile.passes.prove.reorders import match_reorder
 from kvcompile.passes.prove.why_not import check_not_returned_whole, check_whole, is_joined, no_cache, used_elsewhere
 from kvcompile.passes.prove.windows import is_growing, is_shifting, windows_of
-from kvcompile.passes.prove.writes import CacheWrite, match_slice, match_write, returned_rows
+from kvcompile.passes.prove.writes import match_slice, match_write, returned_rows
 from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
@@ -69,6 +77,8 @@ class CacheFinder:
         """
         self.output = graph.output_node()
         self.outputs = frozenset(node for node in self.output.args[0] if isinstance(node, Node))
+        copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+        self.kept = self.outputs.union(copy.args[1] for copy in copies)
         self.windows = windows_of(self.output)
         self.dropping = frozenset(window.slice for window in self.windows.values() if window.drops_appended)
         self.packed_inputs = packed_inputs
@@ -200,11 +210,11 @@ class CacheFinder:
         cache.pool_axes = pool.args[2] if pool is not None else None
         cache.repeats_sequence = any(state.target in REPETITIONS for state in states)
         if kind == "static":
-            cache.kept = self._shifted(read)
+            cache.last_change = self._shifted(read) or self._reorder_after(read)
         elif kind == "functional":
-            cache.returned = self._returned_as(read, axes)
+            cache.last_change, cache.returned = self._reorder_after(read), self._returned_as(read, axes)
         elif kind != "read-only":
-            cache.kept, cache.returned = self._returned(read)
+            cache.last_change, cache.returned = self._returned(read)
         for state in filter(None, (base, cache.root, cache.returned)):
             if has_size_from_data(state):
                 raise Refusal(Reason.size_from_data, role=role, op=operation(state))
@@ -224,9 +234,9 @@ class CacheFinder:
         writes: list[CacheWrite] = []
         while True:
             is_returned = node in self.outputs or node in self.windows
-            if (_keeps_values(node) or repeats_sequence(node, axes)) and not is_returned:
+            if (keeps_values(node) or repeats_sequence(node, axes)) and not is_returned:
                 node, axes = node.args[0], axes_before(node, axes)
-            elif (node.target in WRITE_OPS and not (is_returned and _is_new_rows(node))) or self._is_move(node, writes):
+            elif (node.target in WRITE_OPS and not (is_returned and is_new_rows(node))) or self._is_move(node, writes):
                 write = _write_of(node, axes, role)
                 if write is None:
                     return states, writes
@@ -241,6 +251,7 @@ class CacheFinder:
     ) -> tuple[Kind, Node | None]:
         """The kind of the cache whose first state has the order ``axes``, and the copy back into that state."""
         root, base = read.root, states[0]
+        last, order = self._result(read)
         keeps_order = not any(map(permutes_dims, states))
         kept, returned = self._returned(read)
         if any(write.form in ("cat", "slice") for write in writes):
@@ -261,17 +272,17 @@ class CacheFinder:
             raise no_cache(root, role, self.later_states, base)
         if base.op == "placeholder":
             if not writes:
-                if _is_overwritten(base):
+                if is_overwritten(base):
                     raise Refusal(Reason.read_before_write, role=role, source=cache_name(base))
                 if base in self.packed_inputs or (base in self.read_only_caches and not read.gathers):
                     return "read-only", None
                 raise Refusal(Reason.plain_read_only, role=role, source=cache_name(base))
-            write_back = _find_write_back(root, base, read.axes, axes)
+            write_back = _find_write_back(last, base, order, axes)
             if write_back is not None:
                 return "static", write_back
             if not read.gathers and self._returned_as(read, axes) is not None:
                 return "functional", None
-            if (change := _change_after(root, base)) is not None:
+            if (change := change_after(root, base)) is not None:
                 source, op = cache_name(base), operation(change)
                 raise Refusal(Reason.written_after_read, role=role, source=source, op=op)
             raise Refusal(Reason.not_written_back, role=role, source=cache_name(base))
@@ -283,8 +294,16 @@ class CacheFinder:
         raise no_cache(root, role, self.later_states, base)
 
     def _returned(self, read: Read) -> tuple[CacheWrite | None, Node | None]:
-        """The slice of the cache that is returned, as a move, and the output that is the cache or that slice."""
+        """The change of the cache that is returned, and the output that is the cache after it.
+
+        The change is a slice, as a move, or a reorder of sequences; None if the cache itself is returned.
+        """
         root = read.root
+        reorder = self._reorder_after(read)
+        if reorder is not None:
+            forms = permutations_of(reorder.node, reorder.axes)
+            kept = next((node for node, axes in forms if axes == read.axes and node in self.outputs), None)
+            return (None, None) if kept is None else (reorder, kept)
         if root in self.dropping:
             dropped = self.windows[root.args[0]]
             return None, dropped.output if dropped.is_returned else None
@@ -296,8 +315,26 @@ class CacheFinder:
 
     def _returned_as(self, read: Read, axes: str) -> Node | None:
         """The output that is the cache, with its dimensions in the order ``axes``."""
-        forms = _permutations(read.root, read.axes)
+        forms = permutations_of(*self._result(read))
         return next((node for node, order in forms if order == axes and node in self.outputs), None)
+
+    def _result(self, read: Read) -> tuple[Node, str]:
+        """The cache after its last change, and the order of its dimensions."""
+        reorder = self._reorder_after(read)
+        return (read.root, read.axes) if reorder is None else (reorder.node, reorder.axes)
+
+    def _reorder_after(self, read: Read) -> CacheWrite | None:
+        """The reorder of sequences after attention reads the cache, if the graph keeps its result and not the cache."""
+        forms = list(permutations_of(read.root, read.axes))
+        if read.gathers or read.root in self.windows or any(form in self.kept for form, _ in forms):
+            return None
+        reorders = (match_reorder(user, order) for form, order in forms for user in form.users)
+        kept = (
+            reorder
+            for reorder in filter(None, reorders)
+            if any(form in self.kept for form, _ in permutations_of(reorder.node, reorder.axes))
+        )
+        return next(kept, None)
 
     def _shifted(self, read: Read) -> CacheWrite | None:
         """The slice that a window of fixed size keeps, if attention reads further tokens."""
@@ -311,15 +348,18 @@ class CacheFinder:
     def _check_earlier_states(self, cache: Cache, states: list[Node]) -> None:
         """Check that only the writes use the states before the last write, each once; raises Refusal."""
         own = {write.node: write.own for write in cache.writes}
-        views = {node for nodes in own.values() for node in nodes if node.target in (*VIEW_OPS, aten.select.int)}
+        all_own = {node for nodes in own.values() for node in nodes}
         for state, later in pairwise([*states, cache.root]):
             between = own.get(later, ())
             for node in (state, *between):
                 for user in node.users:
                     if user in (later, *between):
-                        other_use = user if _count_uses(node, user) > 1 else None
+                        other_use = user if count_uses(node, user) > 1 else None
                     else:
-                        other_use = self._other_use(cache, node, user, {cache.write_back, *views})
+                        other_use = self._other_use(cache, node, user, {cache.write_back, *all_own})
+                    if other_use is not None and leads_to(other_use, later):
+                        detail = f"it writes what {operation(other_use)} computes from the cache"
+                        raise Refusal(Reason.unknown_write, role=cache.role, op=operation(later), detail=detail)
                     if other_use is not None:
                         raise used_elsewhere(cache.role, node, other_use)
 
@@ -330,11 +370,14 @@ class CacheFinder:
             return  # other users read the rows in full precision; only attention and the caller see them quantized
         returned = cache.returned if cache.kind in ("functional", "allocated", "growing") else None
         views = {node for read in cache.reads for node in read.chain} | views_of(cache.root, cache.computing)
-        kept = cache.kept.node if cache.kept is not None else returned
+        last_change = cache.last_change
+        kept = last_change.node if last_change is not None else returned
         if cache.kind == "functional" and returned is not None:
             views.update(view_chain(returned, frozenset((cache.root,)))[1])
         if kept is not None and kept is not cache.root:
             views.update(node for node in sliced_by(kept) if node is not cache.root)
+        if last_change is not None and last_change.reorders:
+            views.update(node for node, _ in permutations_of(last_change.node, last_change.axes))
         understood = {cache.write_back, *views}
         for node in (cache.root, *views):
             for user in node.users:
@@ -384,10 +427,6 @@ class CacheFinder:
         return next(filter(None, others), None)
 
 
-def _count_uses(node: Node, user: Node) -> int:
-    return sum(leaf is node for leaf in tree_leaves((user.args, user.kwargs)))
-
-
 def _write_of(node: Node, axes: str, role: Role) -> CacheWrite | None:
     """``node`` as a write of a cache, or None; raises Refusal if a write of an input is not understood.
 
@@ -410,56 +449,17 @@ def _holds_tokens(root: Node) -> bool:
     return first.op == "placeholder" or _is_zeros(first)
 
 
-def _is_overwritten(base: Node) -> bool:
-    return any(user.target is aten.copy_.default and user.args[0] is base for user in base.users)
-
-
-def _change_after(root: Node, base: Node) -> Node | None:
-    """The first write after ``root``, if a later state of it is written back to ``base`` or returned."""
-    copied = [user.args[1] for user in base.users if user.target is aten.copy_.default and user.args[0] is base]
-    returned = [node for node in root.graph.output_node().args[0] if isinstance(node, Node)]
-    for states in map(states_of, copied + returned):
-        if root in states:
-            return next((state for state in states[states.index(root) + 1 :] if state.target in WRITE_OPS), None)
-    return None
-
-
 def _find_write_back(node: Node, base: Node, axes: str, axes_of_base: str) -> Node | None:
     """The ``copy_`` into ``base`` of ``node``, which has the order ``axes``, or of a permutation of ``node``."""
-    for form, order in _permutations(node, axes):
+    for form, order in permutations_of(node, axes):
         for user in form.users:
             if user.target is aten.copy_.default and user.args[0] is base and order == axes_of_base:
                 return user
     return None
 
 
-def _permutations(node: Node, axes: str) -> Iterator[tuple[Node, str]]:
-    """``node``, which has the order ``axes``, and its permutations and copies, with their orders."""
-    yield node, axes
-    for user in node.users:
-        if _keeps_values(user):
-            yield from _permutations(user, axes_after(user, axes))
-
-
-def _keeps_values(node: Node) -> bool:
-    return node.target in SAME_OPS or node.target is POOL_VIEW or permutes_dims(node)
-
-
 def _is_zeros(node: Node) -> bool:
     return node.target is aten.empty.memory_format or (node.target is aten.full.default and node.args[1] == 0)
-
-
-def _is_new_rows(node: Node) -> bool:
-    """Whether a returned ``cat`` only assembles new rows, as rotary embeddings do, and extends no cache.
-
-    One step may extend a cache more than once.
-    """
-    if node.target is not aten.cat.default:
-        return False
-    base = node
-    while base.op == "call_function" and base.target in (*SAME_OPS, aten.slice.Tensor, aten.cat.default):
-        base = base.args[0][0] if base.target is aten.cat.default else base.args[0]
-    return base.op != "placeholder"
 
 
 def _check_heads(marker: Node, attention: Attention) -> None:

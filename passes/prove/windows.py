@@ -13,7 +13,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.graph.aten import arguments, shape_of, sliced_by
-from kvcompile.passes.prove.writes import CacheWrite
+from kvcompile.passes.prove.cache_write import CacheWrite
+from kvcompile.passes.prove.reorders import REORDER
 
 aten = torch.ops.aten
 
@@ -58,13 +59,13 @@ def windows_of(output: Node) -> dict[Node, Window]:
 
 
 def is_growing(changes: Sequence[CacheWrite]) -> bool:
-    """Whether the changes append tokens, drop tokens at most once, and do nothing else.
+    """Whether the changes append tokens, drop tokens at most once, reorder sequences, and do nothing else.
 
     Other writes are not allowed, because the grown cache shares its storage with the cache that was passed, which keeps
     its tokens.
     """
     forms = [write.form for write in changes]
-    return "cat" in forms and forms.count("slice") <= 1 and {"cat", "slice"}.issuperset(forms)
+    return "cat" in forms and forms.count("slice") <= 1 and {"cat", "slice", REORDER}.issuperset(forms)
 
 
 def is_shifting(changes: Sequence[CacheWrite], base: Node, axes: str) -> bool:

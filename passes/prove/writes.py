@@ -22,18 +22,23 @@ in the model                          in the functional graph
                                       put back by ``slice_scatter(cache, ..., 0)``
 ====================================  ===========================================
 
+A mask may leave out tokens of each of these writes, by ``where`` between the written cache and the cache before, or
+between new vectors and those that they would replace (:mod:`kvcompile.passes.prove.masked`).
+
 Some writes move the tokens of the cache instead of writing new ones, as a full window does:
 
 - ``roll`` along the tokens, or ``cache[:, :, index]`` with as many tokens as before, is
   ``index(cache, [None, None, source])``.
 - ``cache[:, :, :-n] = cache[:, :, n:].clone()`` is a ``slice_scatter`` of a slice of the same cache.
 - ``cache[:, :, a:b]`` of a growing cache, before or after the ``cat``, is ``slice(cache, ...)``.
+
+Others reorder sequences (:mod:`kvcompile.passes.prove.reorders`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,48 +48,35 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout.axes import heads_first, size_along
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
-from kvcompile.passes.graph.aten import arguments, same_sizes, shape_of, sliced_by, views_alike
+from kvcompile.passes.graph.aten import (
+    arguments,
+    computed_alike,
+    same_sizes,
+    shape_of,
+    sliced_by,
+    views_alike,
+)
 from kvcompile.passes.graph.cast_to_cache import converted
-from kvcompile.passes.graph.inline import inline, size_node
+from kvcompile.passes.graph.constant_dims import first_along_constant, varying_shape
+from kvcompile.passes.graph.index_map import IndexMap
+from kvcompile.passes.graph.inline import inline
 from kvcompile.passes.graph.names import operation
+from kvcompile.passes.graph.permutations import unpermuted
 from kvcompile.passes.graph.sizes_from_data import has_unread_size
+from kvcompile.passes.graph.states import is_later_state, kept_arm
+from kvcompile.passes.prove.cache_write import CacheWrite, Form, Normalised, materialise
+from kvcompile.passes.prove.masked import (
+    Reads,
+    chosen_write,
+    kept_vectors,
+    masked_write,
+    place_of_read,
+    place_of_tokens,
+)
+from kvcompile.passes.prove.reorders import match_reorder
 from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
-
-Normalised = tuple[Node | None, Node, Node | None]
-
-
-@dataclass(frozen=True)
-class CacheWrite:
-    """One write of a cache.
-
-    Attributes:
-        node: the functional write, whose value is the cache after it.
-        base: the cache before it.
-        form: the kind of write, for the report.
-        axes: the order of the dimensions of ``base`` (:mod:`kvcompile.passes.graph.permutations`).
-        own: further nodes through which the write uses ``base``: they read its shape, or values that are put back.
-        normalise: inserts the nodes of ``(x, positions, valid)`` at a graph's insertion point. For a move, these are
-            ``(None, source, None)``: token ``i`` becomes the token that was at ``source[i]``.
-        moves: whether it moves tokens.
-        first_sequence: the first of the neighbouring sequences that it writes, an int or a node; None if it writes all.
-    """
-
-    node: Node
-    base: Node
-    form: str
-    axes: str
-    own: tuple[Node, ...]
-    normalise: Callable[[Graph], Normalised]
-    moves: bool = False
-    first_sequence: Any = None
-
-    @property
-    def drops_tokens(self) -> bool:
-        """Whether the cache has fewer tokens after it than before."""
-        before, after = (_num_tokens(state, self.axes) for state in (self.base, self.node))
-        return self.form == "slice" and not statically_known_true(before == after)
 
 
 def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
@@ -124,6 +116,9 @@ def _with_later_sizes(match: Callable[[], CacheWrite | None]) -> CacheWrite | No
     return write and replace(write, normalise=normalise)
 
 
+MASK_DIFFERS = "its mask differs between heads or channels of a token"
+
+
 def _dtype(node: Node) -> torch.dtype:
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype
@@ -154,15 +149,26 @@ def _write(
     base: Node,
     form: str,
     axes: str,
-    fn: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
+    fn: Form,
     value: Node,
     *args: Any,
     own: tuple[Node, ...] = (),
+    role: str = "",
+    reads: Reads | None = None,
 ) -> CacheWrite:
-    """The write whose normal form ``fn`` computes from ``value``, in the dtype of the cache, and ``args``."""
+    """The write whose normal form ``fn`` computes from ``value``, in the dtype of the cache, and ``args``.
+
+    ``reads`` finds the vectors of the cache that ``value`` replaces. A write that puts them back by a mask is a write
+    of the other tokens.
+    """
+    masked = kept_vectors(value, reads, base) if reads is not None else None
+    if masked is not None:
+        if not masked.is_of_tokens(fn, args):
+            raise _refuse(node, role, MASK_DIFFERS)
+        return masked_write(node, base, form, axes, fn, masked, args, own)
 
     def normalise(graph: Graph) -> Normalised:
-        return inline(graph, fn, converted(graph, value, node), *_materialise(graph, args))
+        return inline(graph, fn, converted(graph, value, node), *materialise(graph, args))
 
     return CacheWrite(node, base, form, axes, own, normalise)
 
@@ -173,13 +179,9 @@ def _move(
     """The move whose source positions ``source`` computes from ``args``."""
 
     def normalise(graph: Graph) -> Normalised:
-        return None, inline(graph, source, *_materialise(graph, args)), None
+        return None, inline(graph, source, *materialise(graph, args)), None
 
     return CacheWrite(node, base, form, axes, own, normalise, moves=True)
-
-
-def _materialise(graph: Graph, args: tuple[Any, ...]) -> list[Any]:
-    return [size_node(graph, arg) if isinstance(arg, torch.SymInt) else arg for arg in args]
 
 
 def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
@@ -197,7 +199,7 @@ def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
 
 def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
     base, indices, value, accumulate = arguments(node)
-    indices = [*indices, *[None] * (len(axes) - len(indices))]
+    indices = _padded(indices, axes)
     if accumulate:
         raise _refuse(node, role, "it accumulates")
     token_axis = axes.index("t")
@@ -209,6 +211,21 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
     rank = index.meta["val"].dim()
     batch = size_along(shape_of(base), axes, "b")
 
+    def reads(read: Node) -> IndexMap | None:
+        if read.target is aten.index_select.default and rank == 1 and not others:
+            _, dim, own_index = arguments(read)
+        elif read.target is aten.index.Tensor:
+            given = [(dim, other) for dim, other in enumerate(read.args[1]) if other is not None]
+            if others:
+                is_alike = computed_alike(_padded(read.args[1], axes), indices) and computed_alike(read.args[0], base)
+                return IndexMap.identity(shape_of(read)) if is_alike else None
+            if len(given) != 1:
+                return None
+            dim, own_index = given[0]
+        else:
+            return None
+        return place_of_tokens(read, dim, base, axes) if computed_alike(own_index, index) else None
+
     if not others and rank <= 1:
         n = shape_of(index)[0] if rank else 1
 
@@ -217,7 +234,7 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
             x = x.expand(_whole(node, axes, n))
             return heads_first(x, axes), wrapped(pos.reshape(-1), num_tokens), None
 
-        return _write(node, base, "index_put", axes, shared, value, index)
+        return _write(node, base, "index_put", axes, shared, value, index, role=role, reads=reads)
 
     # Two indices give the first dimensions of the value, unless they index neighbours behind another dimension.
     if [*others] == ["b"] and axes[0] != "h" and _is_arange(others["b"], batch):
@@ -233,8 +250,14 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
             return x.transpose(1, 2), wrapped(pos, num_tokens), None
 
         if max(rank, 1) <= others["b"].meta["val"].dim() <= 2:
-            return _write(node, base, "index_put per sequence", axes, per_sequence, value, others["b"], index)
+            form, sequence = "index_put per sequence", others["b"]
+            return _write(node, base, form, axes, per_sequence, value, sequence, index, role=role, reads=reads)
     raise _refuse(node, role, "it indexes more than the token dimension")
+
+
+def _padded(indices: Sequence[Node | None], axes: str) -> list[Node | None]:
+    """The index of every dimension, or None."""
+    return [*indices, *[None] * (len(axes) - len(indices))]
 
 
 def _is_arange(node: Node, size: Any) -> bool:
@@ -280,8 +303,17 @@ def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
         x = heads_first(x.expand(shape), axes)
         return x, wrapped(torch.arange(x.shape[2], device=x.device) + first, num_tokens), None
 
+    def reads(read: Node) -> IndexMap | None:
+        if read.target is not aten.slice.Tensor:
+            return None
+        (_, dim, first, _, step), (sliced, _, at, put_first, _, put_step) = arguments(read), arguments(written)
+        placed = place_of_read(read, dim, axes[at], sliced, axes)
+        fits = placed is not None and same_sizes(placed.base, shape_of(written.args[1]))
+        return placed if fits and computed_alike([first, step], [put_first, put_step]) else None
+
     first, shape = _first_of_slice(start, num_tokens), shape_of(written.args[1])
-    write = _write(node, base, "slice_scatter", axes, normalise, value, first, *shape, own=(*own, *read))
+    own = (*own, *read)
+    write = _write(node, base, "slice_scatter", axes, normalise, value, first, *shape, own=own, role=role, reads=reads)
     return write if first_sequence is None else _of_some_sequences(write, first_sequence)
 
 
@@ -306,7 +338,7 @@ def _match_some_sequences(node: Node, axes: str, role: str) -> CacheWrite:
     """A write to a slice of the batch that is put back."""
     part = node.args[1]
     write = match_write(part, axes, role)
-    if write is None or write.moves or write.first_sequence is not None or not _is_put_back(node, part):
+    if write is None or not write.writes_tokens or write.first_sequence is not None or not _is_put_back(node, part):
         raise _refuse(node, role, "it writes a slice of the batch that is not a write of its tokens")
     own = (part, write.base, *write.own)
     write = replace(write, node=node, base=node.args[0], own=own)
@@ -357,7 +389,12 @@ def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
         positions = torch.zeros(1, dtype=torch.int64, device=x.device) + position
         return heads_first(x, axes), wrapped(positions, num_tokens), None
 
-    return _write(node, base, "select_scatter", axes, normalise, value, index, own=own)
+    def reads(read: Node) -> IndexMap | None:
+        if read.target is not aten.select.int or not computed_alike(arguments(read)[2], index):
+            return None
+        return place_of_tokens(read, arguments(read)[1], base, axes)
+
+    return _write(node, base, "select_scatter", axes, normalise, value, index, own=own, role=role, reads=reads)
 
 
 def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
@@ -365,8 +402,7 @@ def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     if axes[axis] != "t":
         raise _refuse(node, role, f"it scatters along dimension {axis}")
     n = _num_tokens(index, axes)
-    source = index.args[0] if index.target in (aten.expand.default, aten.repeat.default) else index
-    shape = [1] * (len(axes) - source.meta["val"].dim()) + list(shape_of(source))
+    shape = varying_shape(index)
     whole = _whole(node, axes, n)
     if not _has_size_1(shape, axes) or not same_sizes(shape_of(index), whole):
         raise _refuse(node, role, "its index may differ between heads or channels of a token")
@@ -379,32 +415,65 @@ def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
         raise _refuse(node, role, "its index repeats positions")
 
     def normalise(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
-        pos = pos.reshape(-1) if batch == 1 else heads_first(pos.reshape(shape), axes).reshape(batch, -1)
+        pos = first_along_constant(pos, shape)
+        pos = pos.reshape(-1) if batch == 1 else heads_first(pos, axes).reshape(batch, -1)
         return heads_first(x, axes), wrapped(pos, num_tokens), None
 
     if not same_sizes(shape_of(value), whole):
         raise _refuse(node, role, "its source has another shape than its index")
-    return _write(node, base, "scatter", axes, normalise, value, source)
+
+    def reads(read: Node) -> IndexMap | None:
+        is_alike = read.target is aten.gather.default and computed_alike(arguments(read)[:3], [base, axis, index])
+        return IndexMap.identity(shape_of(read)) if is_alike else None
+
+    return _write(node, base, "scatter", axes, normalise, value, index, role=role, reads=reads)
 
 
 def _match_where(node: Node, axes: str, role: str) -> CacheWrite | None:
-    mask, value, base = node.args
-    if not isinstance(base, Node) or not isinstance(value, Node) or len(shape_of(node)) != len(axes):
+    mask, *arms = node.args
+    if not all(isinstance(arm, Node) for arm in arms) or len(shape_of(node)) != len(axes):
         return None
+    base = kept_arm(node)
+    takes_new = base is arms[1]
+    value = arms[0] if takes_new else arms[1]
     if tuple(shape_of(base)) != tuple(shape_of(node)):
         return None
-    shape = [1] * (len(axes) - mask.meta["val"].dim()) + list(shape_of(mask))
+    varying = varying_shape(mask)
+    shape = [1] * (len(axes) - len(varying)) + varying
     if not _has_size_1(shape, axes):
-        raise _refuse(node, role, "its mask differs between heads or channels of a token")
+        raise _refuse(node, role, MASK_DIFFERS)
     num_tokens = _num_tokens(base, axes)
+
+    def of_tokens(m: Tensor) -> Tensor:
+        """Whether each token is written, [batch or 1, tokens or 1]."""
+        m = heads_first(first_along_constant(m, varying).reshape(shape), axes)[:, 0, :, 0].bool()
+        return m if takes_new else ~m
+
+    if is_later_state(value, base):
+        return _match_choice(node, axes, role, value, base, of_tokens)
 
     def normalise(x: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = heads_first(x.expand(_whole(node, axes, num_tokens)), axes)
-        valid = heads_first(m.reshape(shape), axes).flatten(1).expand(x.shape[0], num_tokens)
+        valid = of_tokens(m).expand(x.shape[0], num_tokens)
         positions = torch.arange(num_tokens, device=x.device).expand(x.shape[0], num_tokens)
         return x, positions, valid
 
     return _write(node, base, "where", axes, normalise, value, mask)
+
+
+def _match_choice(
+    node: Node, axes: str, role: str, later: Node, base: Node, of_tokens: Callable[[Tensor], Tensor]
+) -> CacheWrite:
+    """A choice between a cache and its state after a write, as a write of the tokens that a mask chooses."""
+    inner, order, own = unpermuted(later, axes)
+    write = match_write(inner, order, role)
+    before, _, views = unpermuted(write.base, order) if write is not None else (later, "", ())
+    if write is None or before is not unpermuted(base, axes)[0]:
+        raise _refuse(node, role, "it chooses between states of the cache that are several writes apart")
+    if not write.writes_tokens or write.form == "cat":
+        raise _refuse(node, role, f"its mask chooses where {operation(inner)} changes the cache")
+    own = (*own, inner, *write.own, *views)
+    return chosen_write(node, base, write, of_tokens, _num_tokens(base, axes), own)
 
 
 def _match_cat(node: Node, axes: str, role: str) -> CacheWrite | None:
@@ -423,7 +492,10 @@ def _match_cat(node: Node, axes: str, role: str) -> CacheWrite | None:
 
 
 def _match_index(node: Node, axes: str, role: str) -> CacheWrite | None:
-    """Tokens of a cache in another order, with as many tokens as before; None for another index."""
+    """Tokens of a cache in another order, with as many tokens as before, or sequences; None for another index."""
+    reorder = match_reorder(node, axes)
+    if reorder is not None:
+        return reorder
     base, indices = node.args
     token_axis = axes.index("t")
     index = indices[token_axis] if len(indices) > token_axis else None
@@ -477,4 +549,6 @@ _MATCHERS: dict[Any, Callable[[Node, str, str], CacheWrite | None]] = {
     aten.where.self: _match_where,
     aten.cat.default: _match_cat,
     aten.index.Tensor: _match_index,
+    aten.index_select.default: lambda node, axes, role: match_reorder(node, axes),
+    aten.gather.default: lambda node, axes, role: match_reorder(node, axes),
 }

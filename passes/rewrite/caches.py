@@ -26,15 +26,15 @@ from kvcompile.passes.graph.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.marker import Marker, replace_marker
 from kvcompile.passes.prove.cache import Attention, Cache
+from kvcompile.passes.prove.cache_write import CacheWrite
 from kvcompile.passes.prove.first_position import first_position
 from kvcompile.passes.prove.head_ranges import HeadRange, head_ranges
 from kvcompile.passes.prove.reads import Read
-from kvcompile.passes.prove.writes import CacheWrite
 from kvcompile.passes.rewrite.context_shards import insert_owned, insert_sharded_attention
 from kvcompile.passes.rewrite.heads import data_of_heads, group_heads, joined, narrowed, tile_heads
 from kvcompile.passes.rewrite.hidden_rows import insert_nan_in_hidden_rows
 from kvcompile.passes.rewrite.hidden_tokens import hide_first_tokens
-from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_store
+from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_move, insert_reorder, insert_store
 from kvcompile.passes.rewrite.new_tokens import NewTokens, can_be_exact
 from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
 from kvcompile.passes.rewrite.same_blocks import with_same_blocks
@@ -91,11 +91,12 @@ class CacheRewriter:
                 data = self._new_data(cache, layout)
         state = in_place = data
         self._last_stored = None
-        dropped = False
+        at_end = cache.kind == "static" and (cache.drops_tokens or cache.last_change is not None)
+        dropped = at_end
         for write, anchor in zip(cache.writes, anchors, strict=True):
             with self.graph.inserting_before(anchor):
                 state = self._changed(cache, layout, state, write)
-            dropped = dropped or write.drops_tokens or (cache.kind == "static" and cache.drops_tokens)
+            dropped = dropped or cache.makes_new_data(write)
             in_place = in_place if dropped else state
         if cache.kind in ("static", "functional", "growing") and in_place is not data:
             self._write_back(cache, data, in_place)
@@ -104,10 +105,10 @@ class CacheRewriter:
             self.new_tokens[cache.root] = self._last_stored
         if cache.computing:
             self._dequantize(cache, layout)
-        if cache.kept is not None:
-            with self.graph.inserting_before(cache.kept.node.next):
-                state = self._changed(cache, layout, state, cache.kept)
-        if cache.kind == "static" and cache.drops_tokens:
+        if cache.last_change is not None:
+            with self.graph.inserting_before(cache.last_change.node.next):
+                state = self._changed(cache, layout, state, cache.last_change)
+        if at_end:
             self._write_back(cache, data, state)
         if cache.kind in ("functional", "allocated", "fresh", "growing"):
             self._replace_outputs(cache, layout, state)
@@ -132,6 +133,9 @@ class CacheRewriter:
         if write.form == "slice" and not write.drops_tokens:
             return state
         x, positions, valid = write.normalise(self.graph)
+        if write.reorders:
+            self._last_stored = None
+            return insert_reorder(self.graph, state, positions)
         has_size = cache.kind in ("static", "functional")
         if write is cache.writes[0] and has_size and x is not None and write.first_sequence is None:
             first = first_position(self.gm, self.placeholders, positions, valid)
@@ -147,7 +151,7 @@ class CacheRewriter:
             self._last_stored = self._last_stored and self._last_stored.after_slice(self.graph, positions)
             return self._window(cache, layout, state, positions, write)
         self._last_stored = None
-        return inline(self.graph, move_tokens, state, layout, positions)
+        return insert_move(self.graph, state, layout, positions)
 
     def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
         """Replace the marker by attention on the packed caches."""
@@ -245,7 +249,7 @@ class CacheRewriter:
 
     def _data_shape(self, cache: Cache, layout: PackedLayout) -> tuple[Any, ...]:
         count = layout.growing_blocks if cache.in_growing_buffer else layout.blocks
-        return (count(self._stored_tokens(cache)), cache.size("b"), cache.num_kv_heads, layout.block_bytes)
+        return (count(self._stored_tokens(cache)), cache.num_sequences, cache.num_kv_heads, layout.block_bytes)
 
     def _stored_tokens(self, cache: Cache) -> Any:
         """Number of tokens that the storage of a cache holds before a window drops some."""
@@ -272,8 +276,8 @@ class CacheRewriter:
             kind: Literal["static", "read-only"] = "static" if cache.kind == "static" else "read-only"
             return InputAction(index, kind, layout, cache.input_axes, in_growing_buffer=cache.in_growing_buffer)
         new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.axes.index("t")]
-        num_sequences = cache.size("b") if cache.repeats_sequence else None
-        made = None if cache.drops_tokens else cache.returned
+        num_sequences = cache.num_sequences if cache.repeats_sequence else None
+        made = None if cache.returns_new_data else cache.returned
         # Outputs that the call wraps as caches (_replace_outputs) and dropped outputs are None.
         places = enumerate(self.output.args[0]) if made is not None else ()
         outputs = tuple(place for place, node in places if node is made)
@@ -337,11 +341,11 @@ class CacheRewriter:
         outputs = list(self.output.args[0])
         replaced = [index for index, node in enumerate(outputs) if node is cache.returned]
         for index in replaced:
-            if cache.kind in ("functional", "growing") and not cache.drops_tokens:
+            if cache.kind in ("functional", "growing") and not cache.returns_new_data:
                 outputs[index] = None
                 continue
             outputs[index] = state
-            growing, shape = cache.kind != "allocated", tuple(shape_of(cache.returned))
+            growing, shape = cache.in_growing_buffer, tuple(shape_of(cache.returned))
             self.output_actions.append(OutputAction(index, growing, shape, cache.dtype, layout, cache.axes))
         self.output.args = (tuple(outputs),)
         # Inductor keeps the strides of the outputs in this list. Packed data has other strides, and None has none.

@@ -23,7 +23,7 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.attention import attend, attend_part
 from kvcompile.kernels.spec.gather import gather_tokens
 from kvcompile.kernels.spec.new_tokens import NewTokens
-from kvcompile.kernels.spec.packing import encoded_tokens, few_tokens, put_tokens, write_tokens
+from kvcompile.kernels.spec.packing import encoded_tokens, few_tokens, move_tokens, put_tokens, write_tokens
 from kvcompile.kernels.spec.residual import is_few
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.inline import inline, insert_call, size_node
@@ -115,6 +115,28 @@ def insert_gather(graph: Graph, data: Node, layout: PackedLayout, slots: Node) -
         return insert_call(graph, op, data, slots, layout.spec, layout.role, layout.head_dim)
     gathered: Node = inline(graph, lambda data, slots: gather_tokens(data, layout, slots), data, slots)
     return gathered
+
+
+def insert_reorder(graph: Graph, data: Node, sequences: Node) -> Node:
+    """Insert the packed data whose sequence ``i`` is ``sequences[i]``, at the graph's insertion point.
+
+    It is an operator on every device. If a graph stores into an input and then copies an index of the result back into
+    that input, Inductor stores in place, and computes the index and the copy in one loop. The loop would read bytes
+    that it has overwritten.
+    """
+    return insert_call(graph, torch.ops.kvcompile.reorder.default, data, sequences)
+
+
+def insert_move(graph: Graph, data: Node, layout: PackedLayout, source: Node) -> Node:
+    """Insert the packed data whose token ``i`` is ``source[i]``, at the graph's insertion point.
+
+    After a store it is an operator, for the reason in :func:`insert_reorder`. Inductor completes reads of an input
+    before its first change.
+    """
+    if data.op == "placeholder":
+        moved: Node = inline(graph, move_tokens, data, layout, source)
+        return moved
+    return insert_call(graph, torch.ops.kvcompile.move.default, data, source, layout.spec, layout.role, layout.head_dim)
 
 
 NewNodes = tuple[Node, Node] | None

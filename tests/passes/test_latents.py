@@ -307,7 +307,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     latents_read_before_their_write: "used_elsewhere",
     latents_written_after_they_are_read: "written_after_read",
     latents_updated_out_of_place: "not_written_back",
-    latents_with_some_channels_written: "used_elsewhere",
+    latents_with_some_channels_written: "unknown_write",
     latents_that_the_query_reads: "used_elsewhere",
     latents_that_are_scaled_and_not_projected: "computed_from_cache",
     vectors_of_two_heads: "computed_from_cache",

@@ -68,13 +68,13 @@ def test_graphs_that_only_resemble_a_cache_are_refused_with_a_reason(fn: Callabl
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_the_reason_names_the_index_that_reorders_sequences_and_not_the_write_after_it() -> None:
-    def beams_reordered(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
-        kc.copy_(kc[torch.tensor([1, 0])])
+def test_the_reason_names_the_index_that_reorders_heads_and_not_the_write_after_it() -> None:
+    def heads_reordered(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+        kc.copy_(kc[:, torch.tensor([1, 0])])
         write(kc, k, pos), write(vc, v, pos)
         return sdpa(q, kc, vc)
 
-    assert reasons_after(beams_reordered, inputs()) == ["unknown_write"]
+    assert reasons_after(heads_reordered, inputs()) == ["unknown_write"]
     (site,) = last_report().sites
     assert "is written by aten.index (" in site.reason
 

@@ -166,11 +166,8 @@ def tokens_of_the_cache_are_written_again(q: Tensor, k: Tensor, v: Tensor, kc: T
     return sdpa(q, kc, vc)
 
 
-def sequences_that_are_done_keep_their_tokens(
-    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
-) -> Any:
-    done = torch.arange(B)[:, None, None, None] < 1
-    kc.copy_(torch.where(done, kc, kc.index_copy(2, pos, k)))
+def new_tokens_are_mixed_with_old_ones(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc.index_copy_(2, pos, (k + kc[:, :, pos]) / 2)
     write(vc, v, pos)
     return sdpa(q, kc, vc)
 
@@ -265,10 +262,10 @@ UNSAFE: dict[Callable[..., Any], str] = {
     keys_become_integers: "unknown_read",
     keys_become_8_bit_floats: "unknown_read",
     write_of_whole_sequences: "unknown_write",
-    tokens_of_the_cache_are_written_again: "used_elsewhere",
-    sequences_that_are_done_keep_their_tokens: "used_elsewhere",
+    tokens_of_the_cache_are_written_again: "unknown_write",
+    new_tokens_are_mixed_with_old_ones: "unknown_write",
     written_sequences_are_read_before: "used_elsewhere",
-    write_of_some_channels: "used_elsewhere",
+    write_of_some_channels: "unknown_write",
     write_that_depends_on_the_channel: "unknown_write",
     sequences_in_another_order: "computed_from_cache",
     heads_in_another_order: "computed_from_cache",
