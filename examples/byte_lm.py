@@ -36,12 +36,12 @@ class Recipe:
         num_layers, context, batch_size, learning_rate: further parameters.
     """
 
-    seconds: float = 15
+    seconds: float = 10
     steps: int | None = None
     seed: int = 0
     num_layers: int = 2
     context: int = 256
-    batch_size: int = 2
+    batch_size: int = 1
     learning_rate: float = 3e-3
 
     def progress(self, step: int, elapsed: float) -> float:

@@ -1,6 +1,6 @@
 """A comparison of one model under plain Inductor and under ``backend="kvquant"``.
 
-    python examples/quickstart.py                                # trains a small byte-level Llama first (15 seconds)
+    python examples/quickstart.py                                # trains a small byte-level Llama first (10 seconds)
     python examples/quickstart.py --policy turboquant_4bit_nc
     python examples/quickstart.py --model PATH_OR_HUB_ID --policy policy.yaml
 
@@ -33,8 +33,9 @@ from transformers.utils.logging import disable_progress_bar
 
 import kvcompile
 from kvcompile.compat.transformers import with_cache
+from kvcompile.compat.vector_instructions import check_best_instructions_only
 
-PROMPT_CHUNK = 2048
+PROMPT_CHUNK = 8192
 UNTIMED_STEPS = 3
 
 STDERR = Console(stderr=True)
@@ -226,7 +227,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=dtypes, help="of model and plain cache (default: float32 on a CPU)")
     parser.add_argument("--context", type=int, default=8192, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens to predict (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=15, help="CPU time for training (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=10, help="CPU time for training (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="train this many steps instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (default: %(default)s)")
@@ -261,6 +262,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"--model {name}: {str(error).splitlines()[0]}") from None
     text = held_out_text(name, model.config.vocab_size, held_out, args.context, args.new_tokens)
 
+    if args.device == "cpu":
+        check_best_instructions_only()
     runners = variants(model, args.policy, args.dtype, args.device)
     measure(runners, text)
     print(kvcompile.last_report())

@@ -9,6 +9,7 @@ import torch
 from cheaper_compilation import in_one_piece_of_stack
 from shared_fixtures import WITHOUT_VECTORS, without_kernels_of_inductor
 from torch._inductor.utils import run_and_get_code
+from torch.utils._config_module import ConfigModule
 
 
 def depth(remaining: int, *, found: int = 0) -> int:
@@ -24,6 +25,36 @@ def test_a_function_in_one_piece_of_stack_gives_and_raises_what_it_does_elsewher
 
 def test_a_test_runs_in_a_frame_that_needs_a_separate_piece() -> None:
     assert max(frame.frame.f_code.co_stacksize for frame in inspect.stack(0)) >= 2**17
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
+def test_settings_are_read_as_pytorch_reads_them() -> None:
+    read = ConfigModule.__getattr__.__wrapped__
+    for config in (torch._dynamo.config, torch._functorch.config, torch._inductor.config):
+        for name in config._config:
+            try:
+                expected = read(config, name)
+            except Exception as error:
+                with pytest.raises(type(error)):
+                    getattr(config, name)
+            else:
+                assert getattr(config, name) == expected, name
+    with pytest.raises(AttributeError, match="no_such_setting does not exist"):
+        _ = torch._dynamo.config.no_such_setting
+
+
+def test_changes_of_a_setting_are_seen_and_undone() -> None:
+    config = torch._dynamo.config
+    before = config.recompile_limit
+    with config.patch(recompile_limit=before + 1):
+        assert config.recompile_limit == before + 1
+        config.recompile_limit = before + 2
+        assert config.recompile_limit == before + 2
+    assert config.recompile_limit == before
+    del config.recompile_limit
+    assert not hasattr(config, "recompile_limit")
+    config.recompile_limit = before
+    assert config.recompile_limit == before
 
 
 @pytest.mark.usefixtures("fresh_compiler")

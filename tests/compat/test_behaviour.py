@@ -18,6 +18,7 @@ from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.backends import registry
 from torch._functorch import aot_autograd
 from torch._functorch._aot_autograd import autograd_cache
+from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import PyCodeCache
 
 import kvcompile
@@ -32,6 +33,7 @@ from kvcompile.compat import (
     recompiling,
     tensors,
     tracing,
+    vector_instructions,
 )
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic
@@ -236,3 +238,37 @@ def test_dynamo_says_which_module_it_traces() -> None:
         call(torch.zeros(2))
     assert found == [module, module, module, module, None]
     assert modules.traced_module() is None
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the instruction set of the test")
+@pytest.mark.parametrize(("works", "number_of_tests"), [(True, 1), (False, 3)])
+def test_the_best_instructions_are_tested_and_others_only_if_they_fail(
+    works: bool, number_of_tests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested: list[Any] = []
+
+    class Instructions(cpu_vec_isa.VecISA):
+        def __str__(self) -> str:
+            return "avx2"
+
+        def check_build(self, code: str) -> bool:
+            tested.append(self)
+            return works or self is not best
+
+    sets = [best, *_] = [Instructions() for _ in range(3)]
+    for module in (cpu_vec_isa, vector_instructions):
+        monkeypatch.setattr(module, "supported_vec_isa_list", sets)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": None, "cpp.simdlen": None}):
+        vector_instructions.check_best_instructions_only()
+        trusted = cpu_vec_isa.valid_vec_isa_list.__wrapped__()
+    assert tested == sets[:number_of_tests]
+    assert trusted == (sets if works else sets[1:])
+
+
+@pytest.mark.parametrize("chosen", [{"cpp.vec_isa_ok": False}, {"cpp.simdlen": 1}])
+def test_a_choice_of_instructions_stays(chosen: dict[str, Any]) -> None:
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": None, **chosen}):
+        before = torch._inductor.config.cpp.vec_isa_ok
+        vector_instructions.check_best_instructions_only()
+        assert torch._inductor.config.cpp.vec_isa_ok is before

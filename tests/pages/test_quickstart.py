@@ -81,7 +81,10 @@ def plain_runner(model: LlamaForCausalLM) -> Runner:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_bits_per_byte_through_the_cache_equal_those_of_one_forward_pass(corpus: tuple[Tensor, Tensor]) -> None:
+def test_bits_per_byte_through_the_cache_equal_those_of_one_forward_pass(
+    corpus: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart, "PROMPT_CHUNK", 64)
     model = tiny_model()
     text = held_out_text("", 256, corpus[1], context=2 * quickstart.PROMPT_CHUNK + 5, new_tokens=32)
     runner = plain_runner(model)

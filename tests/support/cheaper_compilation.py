@@ -6,9 +6,12 @@ import functools
 import gc
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.utils import _config_module
+from torch.utils._config_module import ConfigModule
 
 
 def make_compilation_cheaper() -> None:
@@ -27,6 +30,7 @@ def make_compilation_cheaper() -> None:
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     trace = logging.getLogger("torch.__trace")
     trace.propagate, trace.parent = True, None
+    _make_settings_cheaper()
 
 
 def make_code_generation_cheaper() -> None:
@@ -54,6 +58,41 @@ def make_code_generation_cheaper() -> None:
         return ["O0" if flag.startswith("O") else flag for flag in cflags], ldflags
 
     cpp_builder._get_optimization_cflags = without_optimization
+
+
+def _make_settings_cheaper() -> None:
+    """A setting of PyTorch that has no alias, no warning and no other source is read in one step.
+
+    Compilation reads settings some hundred thousand times, and PyTorch looks for all of these each time.
+    """
+    read = ConfigModule.__getattr__
+    unset = getattr(_config_module, "_UNSET_SENTINEL", None)
+    if unset is None or hasattr(read, "__wrapped__"):
+        return
+    plain: dict[int, bool] = {}
+
+    def is_plain(setting: Any) -> bool:
+        simple = isinstance(setting.default, (bool, int, float, str, type(None))) and setting.justknob is None
+        sources = (setting.env_value_force, setting.env_value_default)
+        kept = isinstance(setting.user_override, ContextVar)  # other releases read as they do
+        return (
+            simple and kept and all(value is unset for value in sources) and not (setting.alias or setting.deprecated)
+        )
+
+    @functools.wraps(read)
+    def read_quickly(module: Any, name: str) -> Any:
+        setting = module._config.get(name)
+        if setting is None or setting.hide:
+            return read(module, name)
+        key = id(setting)  # settings live as long as PyTorch
+        if key not in plain:
+            plain[key] = is_plain(setting)
+        if not plain[key]:
+            return read(module, name)
+        value = setting.user_override.get()
+        return setting.default if value is unset else value
+
+    ConfigModule.__getattr__ = read_quickly
 
 
 def in_one_piece_of_stack(function: Callable[..., Any]) -> Callable[..., Any]:

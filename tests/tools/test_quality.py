@@ -77,7 +77,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
         model = load_model(str(folder), "cpu")
         return Subject(model, read_text(model, str(folder), None, Schedule(2048, 256, 8), 4))
     training, held_out = read_corpus()
-    model = load_model(str(load_or_train(Recipe(), training, lambda done, loss: None)), "cpu")
+    model = load_model(str(load_or_train(Recipe(seconds=15, batch_size=2), training, lambda done, loss: None)), "cpu")
     data = tmp_path_factory.mktemp("text") / HELD_OUT
     data.write_bytes(bytes(held_out.tolist()))
     return Subject(model, read_text(model, "", data, Schedule(320, 64, 8), 24))
