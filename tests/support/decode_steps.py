@@ -11,7 +11,8 @@ def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Ten
     """Writes the tokens at positions ``pos`` [n], and attends to all tokens up to each of them."""
     keys.index_copy_(2, pos, k)
     values.index_copy_(2, pos, v)
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=torch.arange(keys.shape[2]) <= pos[:, None])
+    visible = torch.arange(keys.shape[2], device=pos.device) <= pos[:, None]
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
 
 
 def growing_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
