@@ -111,8 +111,8 @@ class _Step(nn.Module):
                 self.register_buffer(f"constant_{place}", tensor.detach())
 
     def own_inputs(self) -> list[Tensor]:
-        """The tensors of the captured call that are not constants."""
-        return [tensor for tensor, name in zip(self._tensors, self._names, strict=True) if name is None]
+        """The tensors of the captured call that are not constants, made contiguous."""
+        return [tensor.contiguous() for tensor, name in zip(self._tensors, self._names, strict=True) if name is None]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         given = iter(inputs)

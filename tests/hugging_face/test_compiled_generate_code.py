@@ -147,7 +147,7 @@ def test_all_kernels_of_the_first_prompt_are_compiled_before_it_runs(
     def watched(self: Any, *arguments: Any) -> None:
         before = len(self.compiled)
         launch(self, *arguments)
-        if not launcher._COMPILING_ONLY.get():
+        if launcher._INSTEAD.get() is None:
             launched.append(self.kernel)
             late.extend([self.kernel] * (len(self.compiled) - before))
 

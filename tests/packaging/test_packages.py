@@ -183,7 +183,7 @@ def test_every_kind_of_format_is_packaged(policy: str, tmp_path: Path) -> None:
     assert generate(step, PROMPT, 8) == expected_tokens(policy, 8)
 
 
-def test_a_prompt_that_fills_more_than_half_of_a_cache_is_packaged(tmp_path: Path) -> None:
+def test_a_prompt_of_strided_tensors_that_fills_more_than_half_of_a_cache_is_packaged(tmp_path: Path) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:
         positions = length + torch.arange(40)
         keys.index_copy_(2, positions, k)
@@ -192,13 +192,13 @@ def test_a_prompt_that_fills_more_than_half_of_a_cache_is_packaged(tmp_path: Pat
         return F.scaled_dot_product_attention(q, keys, values, torch.arange(64) <= positions[:, None])
 
     torch.manual_seed(0)
-    new, caches = torch.randn(3, 1, 2, 40, 64), torch.zeros(2, 1, 2, 64, 64)
+    new, caches = torch.randn(3, 1, 40, 2, 64).transpose(2, 3), torch.zeros(2, 1, 2, 64, 64)
     inputs = {"q": new[0], "k": new[1], "v": new[2], "keys": caches[0].clone(), "values": caches[1].clone()}
     made = kvcompile.package(
         step, kwargs={**inputs, "length": torch.zeros(1, dtype=torch.long)}, policy="float32", path=tmp_path / "p.pt2"
     )
     state = made.new_caches()
-    (out,) = made({"q": new[0], "k": new[1], "v": new[2]}, state)
+    (out,) = made({name: x.contiguous() for name, x in zip("qkv", new, strict=True)}, state)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(*new, is_causal=True))
     assert state["length"].item() == 40
 
