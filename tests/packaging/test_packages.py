@@ -204,6 +204,18 @@ def test_a_prompt_of_strided_tensors_that_fills_more_than_half_of_a_cache_is_pac
 
 
 @pytest.mark.slow
+def test_a_model_in_half_precision_is_packaged(tmp_path: Path) -> None:
+    model = tiny_transformer().to(torch.bfloat16)
+    step = kvcompile.package(model, one_token(0), policy="turboquant_3bit_nc", path=tmp_path / "step.pt2")
+    caches = step.new_caches()
+    with torch.no_grad():
+        for position, token in enumerate(PROMPT):
+            arguments = {"tokens": torch.tensor([[token]]), "input_pos": torch.tensor([position])}
+            (logits,), expected = step(arguments, caches), model(**arguments)
+            assert (logits - expected).norm() < 0.3 * expected.norm()
+
+
+@pytest.mark.slow
 def test_packages_of_a_prompt_and_of_a_token_share_their_caches(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

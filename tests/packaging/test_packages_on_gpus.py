@@ -78,7 +78,7 @@ def test_packages_of_a_prompt_and_of_a_token_share_their_caches(tmp_path: Path) 
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=97, head_dim=64, num_hidden_layers=2, **sizes)
-    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    model = transformers.LlamaForCausalLM(config).cuda().eval()
     ids, policy = torch.randint(97, (2, 130), device="cuda"), "int4_per_token_head"
 
     def package(name: str, length: int) -> PackagedStep:
