@@ -186,6 +186,7 @@ def run_stored(folder: Path) -> None:
     assert all_equal(bytes_of([model.keys, model.values]), caches)
 
 
+@pytest.mark.slow
 def test_another_process_packs_plain_caches_and_goes_on_with_packed_ones(tmp_path: Path) -> None:
     model, new = Decoder(), tokens()
     with kvcompile.collect_reports() as report:
@@ -248,6 +249,7 @@ def test_a_stack_of_caches_is_split_in_a_loaded_function(tmp_path: Path) -> None
     assert all_equal(bytes_of(one.parts), bytes_of(other.parts))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fn", [paged_steps.index_copy_and_index, paged_steps.heads_before_tokens])
 def test_paged_pools_are_served_in_their_format(fn: paged_steps.Step, tmp_path: Path) -> None:
     pools = paged_steps.plain_pools(fn)
@@ -284,6 +286,7 @@ def test_a_loaded_function_can_be_stored_again(on_packed: tuple[Any, Path], tmp_
     assert all_equal(bytes_of(first), bytes_of(second))
 
 
+@pytest.mark.slow
 def test_the_numbers_of_a_calibrated_format_travel_with_the_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def table_of_page() -> dict[str, tuple[int, int]]:
     return {name: (int(plain), int(packed)) for name, plain, packed in rows}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_page_has_the_number_of_graphs(name: str) -> None:
     function, drive, how = CASES[name]

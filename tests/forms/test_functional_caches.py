@@ -152,6 +152,7 @@ def functional_step(write: Write, axes: str = "bhtd") -> Step:
 WRITES_AND_AXES = [*zip(WRITES, itertools.cycle(("bhtd", "bthd", "tbhd")), strict=False)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("write", "axes"),
     WRITES_AND_AXES,

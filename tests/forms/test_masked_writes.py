@@ -184,6 +184,7 @@ def rows(n: int) -> list[Tensor]:
     return [torch.randn(BATCH, heads, n, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("write", [*CHOICES, *OLD_TOKENS], ids=lambda write: write.__name__)
 def test_rows_that_are_not_active_are_not_written(write: Write) -> None:
     step = step_of(write)

@@ -100,6 +100,7 @@ def test_compiled_logits_equal_eager_logits_on_packed_caches(
     assert counters["kvquant"]["refused"] == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("preset", "kind", "device"),
     cases_by_device(

@@ -193,12 +193,14 @@ def check(form: Callable[..., Any], reorder: Reorder, policy: Any, given: Tensor
     assert all("reorder of sequences" in cache.write_form for cache in last_report().sites[0].caches)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_sequences_are_reordered_where_the_model_reorders_them(form: Callable[..., Any]) -> None:
     plain = plain_caches(62 if form in GROWN else MAX_LEN)
     check(form, by_index_select, LOSSLESS, [x.clone() for x in plain], plain)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", [before_the_write, grown_last])
 @pytest.mark.parametrize("reorder", REORDERS, ids=lambda reorder: reorder.__name__)
 def test_a_reorder_has_many_spellings(form: Callable[..., Any], reorder: Reorder) -> None:
@@ -206,6 +208,7 @@ def test_a_reorder_has_many_spellings(form: Callable[..., Any], reorder: Reorder
     check(form, reorder, LOSSLESS, packed(plain, LOSSLESS, growing=form in GROWN), plain)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("policy", ["int8_per_token_head", "int4"])
 def test_quantized_sequences_are_copied_as_bytes_with_their_exact_blocks(form: Callable[..., Any], policy: str) -> None:
@@ -214,6 +217,7 @@ def test_quantized_sequences_are_copied_as_bytes_with_their_exact_blocks(form: C
     check(form, by_index, policy, packed(plain, policy, growing=growing), packed(plain, policy, growing=growing))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", [returned_before, returned_last, grown_before, grown_last])
 @pytest.mark.parametrize("policy", [LOSSLESS, "int4"], ids=["float32", "int4"])
 def test_a_batch_may_shrink_and_grow(form: Callable[..., Any], policy: Any) -> None:

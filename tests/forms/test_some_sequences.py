@@ -79,6 +79,7 @@ STEPS = {of_the_first: (2, "bthd"), of_later_sequences: (2, "bthd"), of_one_and_
 STEPS[of_the_first_behind_tokens] = (3, "tbhd")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("node_by_node_on_cpu")
 @pytest.mark.parametrize(
     ("step", "policy", "device"),

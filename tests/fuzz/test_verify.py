@@ -24,6 +24,7 @@ GROWS = replace(PROGRAM, layers=(replace(LAYER, kind=GROWING, axes="bhtd", key=W
 REFUSED = ("differs", "not_verified")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("title", "program"),
     [
@@ -65,6 +66,7 @@ FAILING = (
 """The faults of probes that make compilation fail before the check."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "probe",
     [

@@ -421,6 +421,7 @@ def test_a_request_that_cannot_be_served_runs_as_without_kvcompile(
         assert torch.equal(generated(model, inputs=prompt, **arguments), expected)
 
 
+@pytest.mark.slow
 def test_layers_with_sliding_windows_are_made_by_transformers(made: list[Any]) -> None:
     model = kvcompile.compile(windowed(), policy=LOSSLESS)
     for num_tokens in (14, 20, 14):
@@ -432,6 +433,7 @@ def test_layers_with_sliding_windows_are_made_by_transformers(made: list[Any]) -
     assert isinstance(cache.layers[1].keys, PackedTensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompt_tokens", "new_tokens", "requests"),
     [

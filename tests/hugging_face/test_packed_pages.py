@@ -250,6 +250,7 @@ def test_plain_models_keep_plain_pages_beside_packed_ones(caches: list[Any]) -> 
     assert len(caches) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_steps_have_no_graph_breaks_and_get_the_same_tokens() -> None:
     model = packed("int8_per_token_head", num_layers=1)

@@ -61,6 +61,7 @@ class Stream:
         pass
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_an_offloaded_cache_is_skipped(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,7 @@ def graphs(step: Step, mark: Callable[[Tensor, int], None], *, is_packed: bool) 
     return result
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("step", KINDS, ids=lambda step: step.__name__)
 def test_sequences_and_tokens_that_are_marked_as_dynamic_are_compiled_once(step: Step) -> None:
     assert graphs(step, mark_dynamic, is_packed=True) == [1] * 4

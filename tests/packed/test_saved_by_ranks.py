@@ -45,6 +45,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return list(run_on_ranks("saved_by_ranks_program.py", 4, "cpu", folder / "results.pt", folder))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("test", ["all_sizes", "other_kinds", "repeated_heads", "transformers_cache"])
 def test_every_rank_gets_the_bytes_of_its_tokens_and_heads(ranks: list[dict[str, Any]], test: str) -> None:
     assert [{case for case, fits in rank[test].items() if not fits} for rank in ranks] == [set()] * len(ranks)

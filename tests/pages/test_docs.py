@@ -127,6 +127,7 @@ def test_other_commands_are_of_files_that_exist_or_run_elsewhere(command: str) -
 # Python
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize(
     "page",

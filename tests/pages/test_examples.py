@@ -60,6 +60,7 @@ def test_no_program_passes_a_cache_under_a_name_that_transformers_deprecates(fol
         assert not re.search(r"past_key_values=|\"past_key_values\":", path.read_text()), path.name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("without_code_generation", "dumps_in_tmp_path")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXAMPLES]

@@ -68,6 +68,7 @@ def each_form_and_size() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("form", "sizes"), each_form_and_size())
 def test_an_empty_step_compiles_and_equals_the_model(form: Form, sizes: tuple[int, ...]) -> None:
     batch, new, tokens, head_dim, heads = sizes

@@ -116,6 +116,7 @@ def both(form: Form, given: list[Any]) -> tuple[Tensor, Tensor]:
     return out, expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("without_code_generation", "operators_traced")
 @pytest.mark.parametrize("form", [*NAN, *ZERO, *MEAN], ids=lambda form: form.__name__)
 def test_a_row_without_a_visible_key_equals_the_row_of_the_model(form: Form) -> None:

@@ -95,6 +95,7 @@ def compiled(step: Step, on_unsupported: str = "error") -> Any:
     return torch.compile(step, backend="kvquant", options=options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("step", KINDS, ids=lambda step: step.__name__)
 def test_latents_of_three_dimensions_are_packed_and_dequantized_for_the_projection(step: Step) -> None:
     plain = torch.randn((MAX_LEN, BATCH, RANK) if step is tokens_first else (BATCH, MAX_LEN, RANK))

@@ -93,6 +93,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Dump:
 # The files of the folder
 
 
+@pytest.mark.slow
 def test_the_report_has_the_seconds_of_every_pass_in_order(dump: Dump) -> None:
     (graph,) = json.loads(dump.read("report.json"))["graphs"]
     assert list(graph["passes"]) == [step.name for step in PIPELINE]

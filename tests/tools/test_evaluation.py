@@ -79,6 +79,7 @@ def results(saved_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
         return run(f"eval --model . --policies {policies} --layers {files} {READING}")[0], folder
 
 
+@pytest.mark.slow
 def test_the_command_compares_the_compiled_model_with_itself(results: tuple[str, Path]) -> None:
     out, files = results
     assert max(map(len, out.splitlines())) <= WIDTH
@@ -110,6 +111,7 @@ def with_exact_tokens(saved_model: Path) -> str:
         return run(f"eval --model . --policies turboquant_3bit,turboquant_3bit_r128,int4 {READING}")[0]
 
 
+@pytest.mark.slow
 def test_tokens_in_full_precision_count_as_a_share_of_the_window(
     results: tuple[str, Path], with_exact_tokens: str
 ) -> None:
@@ -126,6 +128,7 @@ def test_tokens_in_full_precision_count_as_a_share_of_the_window(
     assert "exact" not in results[0], "neither policy keeps tokens in full precision"
 
 
+@pytest.mark.slow
 def test_a_note_says_that_a_window_of_exact_tokens_measures_no_format(with_exact_tokens: str) -> None:
     out = " ".join(with_exact_tokens.split())
     note = f"all {PREFILL + DECODE} tokens of a window are in full precision, so later steps read no packed token"
