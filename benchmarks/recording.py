@@ -84,6 +84,7 @@ COLUMNS = {
     "cache_megabytes": Column("cache MB", ",.1f", "size of the storages of the cache"),
     "peak_megabytes": Column("peak MB", ",.1f", "most memory allocated during the timed steps, weights included"),
     "of_memory": Column("of memory", ".2f", "the same as a fraction of the memory of the run"),
+    "temporary_megabytes": Column("temp MB", ",.1f", "memory that the operation takes besides operands and result"),
     "peak_saved": Column("saved", ".2f", "peak of the baseline minus this peak, as a fraction of the plain cache"),
     "relative_error": Column("error", ".1e", "norm of the difference to the reference over the norm of the reference"),
     "method": Column("timed by", "", "CUDA graph, CUDA events around launches, or wall clock"),

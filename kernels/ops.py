@@ -28,6 +28,7 @@ from torch import Tensor
 from kvcompile.kernels import calibrated, launch
 from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 - defines more operators
 from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - defines more operators
+from kvcompile.kernels.lang.recipes import Repeated
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
 from kvcompile.kernels.spec.attention import attend, attend_part
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed
@@ -425,9 +426,12 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "dequantize": (_dequantize, _dequantize_fake),
     "visible_range": (_visible_range, _visible_range_fake),
 }
+REPEATED = {name: Repeated(implementation) for name, (implementation, _) in _OPERATORS.items()}
+"""What runs each operator on a GPU."""
+
 for _name, (_implementation, _fake) in _OPERATORS.items():
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _implementation, _device)
+    _library.impl(_name, _implementation, "CPU")
+    _library.impl(_name, REPEATED[_name], "CUDA")
     torch.library.register_fake(f"kvcompile::{_name}", _fake, lib=_library)
 
 IMPLEMENTATIONS = {

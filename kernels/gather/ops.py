@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.gather import kernel
+from kvcompile.kernels.gather.words import select
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role, num_blocks
 from kvcompile.kernels.spec.gather import gather_tokens
 from kvcompile.kernels.spec.packing import move_tokens
@@ -67,7 +68,7 @@ def _reorder(data: Tensor, sequences: Tensor) -> Tensor:
             f"kvcompile::reorder: sequences must be int64 [n] on {data.device}, but is {sequences.dtype} "
             f"{list(sequences.shape)} on {sequences.device}"
         )
-    return data.index_select(1, sequences)
+    return select(data, 1, sequences)
 
 
 def _reorder_fake(data: Tensor, sequences: Tensor) -> Tensor:

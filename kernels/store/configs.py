@@ -58,8 +58,9 @@ def store_tiles(capability: int, operand: PackedOperand, num_tokens: int, num_he
 def _hopper_registers(operand: PackedOperand) -> int:
     """The register limit for 16 warps per multiprocessor, or for 12 where 16 would spill many values.
 
-    16 warps are 8 to 15 % faster otherwise. Values spill if a rotation does not run on tensor cores, or if planes are
-    gathered.
+    16 warps are 8 to 15 % faster otherwise. Values spill if a rotation does not run on tensor cores, if planes are
+    gathered, or if scales are per channel.
     """
     is_gathered = operand.num_planes > 1 and operand.head_dim != operand.padded_head_dim
-    return 168 if is_gathered or (operand.rotated and operand.padded_head_dim > 128) else 128
+    rotates_slowly = operand.rotated and operand.padded_head_dim > 128
+    return 168 if is_gathered or rotates_slowly or operand.granularity == "channel" else 128

@@ -18,6 +18,7 @@ from kvcompile.kernels.spec.residual import MAX_FEW_TOKENS
 from kvcompile.kernels.store.blocks import copy_tags_kernel, place_tokens_kernel, store_blocks_kernel
 from kvcompile.kernels.store.configs import StoreTiles, store_tiles
 from kvcompile.kernels.store.few import store_few_kernel, store_few_pair_kernel
+from kvcompile.kernels.store.headers import last_token_kernel, store_header_kernel
 from kvcompile.kernels.store.tokens import store_kernel, store_pair_kernel
 
 launch_store = Launcher(store_kernel, writes=("data_ptr",))
@@ -27,6 +28,8 @@ launch_store_few_pair = Launcher(store_few_pair_kernel, writes=("k_data_ptr", "v
 launch_place_tokens = Launcher(place_tokens_kernel, writes=("places_ptr",))
 launch_copy_tags = Launcher(copy_tags_kernel, writes=("tags_ptr",))
 launch_store_blocks = Launcher(store_blocks_kernel, writes=("data_ptr",))
+launch_last_token = Launcher(last_token_kernel, writes=("last_ptr",))
+launch_store_header = Launcher(store_header_kernel, writes=("data_ptr",))
 
 
 class Positions(NamedTuple):
@@ -205,4 +208,46 @@ def _store_blocks(write: _Write, where: Positions) -> None:
         (num_kv_heads, write.capacity, num_blocks, at_once, write.static_scale),
         (operand, precision(data.device)),
         {"num_warps": 8},
+    )
+
+
+def store_whole_blocks(data: Tensor, x: Tensor, layout: PackedLayout) -> None:
+    """Write tokens to the first blocks of a cache in any format, without reading the blocks.
+
+    Args:
+        data: packed data without a header, uint8 [num_blocks, batch, num_kv_heads, block_bytes]; changed in place.
+        x: [batch, num_kv_heads, num_tokens, head_dim], any float dtype, any strides; num_tokens is a multiple of the
+            tokens of a block.
+        layout: the layout of ``data``, without a residual.
+    """
+    operand, static_scale = operand_and_scale(layout.spec, layout.role, layout.head_dim, True, 0, False)
+    positions = torch.arange(x.shape[2], device=x.device)
+    _store_tokens(_Write(data, x, operand, static_scale), Positions.of(positions, None, x))
+
+
+def store_header(data: Tensor, x: Tensor, num_written: Tensor | None, layout: PackedLayout) -> None:
+    """Write the header of a cache that holds exactly the tokens ``x``, see :func:`spec.residual.header_of`.
+
+    Args:
+        data: packed data with a residual, uint8 [num_blocks, batch, num_kv_heads, block_bytes]; changed in place.
+        x: [batch, num_kv_heads, num_tokens, head_dim], any float dtype, any strides, at least one element.
+        num_written: as in ``header_of``, int64 [] or [batch] on any device.
+        layout: the layout of ``data``.
+    """
+    operand = _Write.of(data, x, layout).operand
+    batch, num_kv_heads, num_tokens, _ = x.shape
+    last = torch.full((batch, num_kv_heads), -1, dtype=torch.int32, device=x.device)
+    tokens = operand.block_tokens
+    launch_last_token(
+        (batch * num_kv_heads, ceil_div(num_tokens, tokens), 1), (x, last), (x.stride(),), (num_kv_heads, num_tokens),
+        (operand, tokens), {"num_warps": 4},
+    )  # fmt: skip
+    known = last if num_written is None else num_written.to(x.device).reshape(-1).expand(batch)
+    launch_store_header(
+        (batch * num_kv_heads, operand.num_entries, 1),
+        (data, x, last, known),
+        (strides_of(data), x.stride(), known.stride()),
+        (num_kv_heads, num_tokens),
+        (operand, num_written is not None),
+        {"num_warps": 4},
     )

@@ -170,6 +170,7 @@ def _store_tile(
     """Store encoded tokens at their positions.
 
     ``ptr`` points to the first block of the head. ``first_position`` is the position of the first token, as a scalar.
+    Tokens that share scales must be a block in order.
     """
     in_order = (position == first_position + tl.arange(0, TOKENS)) & written
     if (
@@ -181,7 +182,7 @@ def _store_tile(
         block_ptr = ptr + first_position // OPERAND.block_tokens * stride_block
         everywhere = tl.full([TOKENS], True, tl.int1)
         store_sections(block_ptr, tl.arange(0, TOKENS), everywhere, encoded, OPERAND)
-    else:
+    elif OPERAND.granularity != "channel":
         block_ptrs = ptr + (position // OPERAND.block_tokens) * stride_block
         store_sections(block_ptrs, position % OPERAND.block_tokens, written, encoded, OPERAND)
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.gather.words import select
 from kvcompile.kernels.layout.packed_layout import growing_blocks, num_blocks
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.tensor import CHANNELS, PACKED_DIM, PackedTensor
+from kvcompile.packed.tracing import is_traced
 from kvcompile.packed.writes import coordinates_of, encoded, not_from_end, plain, put, put_tokens, read
 
 aten = torch.ops.aten
@@ -64,7 +66,8 @@ def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
     size = list(cache.shape)
     size[dim] = index.shape[0]
     if axis != "t":
-        return _fresh(cache, cache.packed.index_select(PACKED_DIM[axis], index), size)
+        copy = Tensor.index_select if is_traced(cache.packed) else select
+        return _fresh(cache, copy(cache.packed, PACKED_DIM[axis], index), size)
     values = read(cache, coordinates_of(cache, "t", not_from_end(index, cache.num_tokens)))
     blocks = growing_blocks(index.shape[0]) if cache.growing else num_blocks(index.shape[0])
     result = _fresh(cache, cache.packed.new_zeros((blocks, *cache.packed.shape[1:])), size, start=0)

@@ -29,10 +29,9 @@ from kvcompile.kernels.formats import bases
 from kvcompile.kernels.layout.axes import WHOLE_AXES, from_stored_order, in_stored_order, sizes_by_axis
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed, with_new_tokens
-from kvcompile.kernels.spec.residual import header_of
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tokens import ExactTokens, launch_write, pack_in_chunks, read_packed, runs_kernels
+from kvcompile.packed.tokens import ExactTokens, pack, read_packed
 from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 from kvcompile.packed.view_geometry import laid_out_as, stride_of_clone
 
@@ -189,12 +188,7 @@ class PackedTensor(PackedSubclass):
         """
         result = cls.zeros(x.shape, x.dtype, layout, axes, x.device, growing=growing)
         x = result.to_stored_axes(x.detach())
-        if runs_kernels(result.packed):
-            launch_write(result.packed, layout, x, torch.arange(x.shape[2], device=x.device))
-        else:
-            pack_in_chunks(result.packed[layout.header_blocks :], layout, x)
-        if layout.residual is not None:
-            result.packed[: layout.header_blocks].copy_(header_of(layout, x, num_written))
+        pack(result.packed, layout, x, num_written)
         return result
 
     @classmethod

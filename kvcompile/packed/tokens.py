@@ -5,6 +5,8 @@ Traced code runs the specification on every device, so that Inductor can fuse it
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ import kvcompile.kernels.ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.spec.packing import pack_blocks, read_tokens, to_cache_dtype
+from kvcompile.kernels.spec.residual import header_of
+from kvcompile.kernels.store.launch import store_header, store_whole_blocks
 from kvcompile.packed.tracing import has_no_values, is_traced
 
 _CHUNK_BYTES = 64 << 20
@@ -46,6 +50,38 @@ def read_packed(data: Tensor, layout: PackedLayout, num_tokens: int, dtype: torc
 def launch_write(data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor) -> None:
     """Quantize ``x`` [batch, num_kv_heads, n, head_dim] into tokens ``positions`` (int64 [n], distinct) on a GPU."""
     torch.ops.kvcompile.store(data, x, positions, None, layout.spec, layout.role)
+
+
+def pack(data: Tensor, layout: PackedLayout, x: Tensor, num_written: Tensor | None) -> None:
+    """Quantize ``x`` [batch, num_kv_heads, n, head_dim] into ``data``, which is zero, from its first token on.
+
+    Args:
+        num_written: as in :func:`kvcompile.kernels.spec.residual.header_of`.
+    """
+    blocks = data[layout.header_blocks :]
+    if not runs_kernels(data):
+        pack_in_chunks(blocks, layout, x)
+        if layout.residual is not None:
+            data[: layout.header_blocks].copy_(header_of(layout, x, num_written))
+    elif x.numel() > 0:
+        _launch_pack(data, layout, x)
+        if layout.residual is not None:
+            store_header(data, x, num_written, layout)
+
+
+def _launch_pack(data: Tensor, layout: PackedLayout, x: Tensor) -> None:
+    """:func:`pack` on a GPU, without the header."""
+    blocks, without_header = data[layout.header_blocks :], replace(layout, residual=None)
+    positions = torch.arange(x.shape[2], device=x.device)
+    if layout.format.granularity != "channel":
+        launch_write(blocks, without_header, x, positions)
+        return
+    # The last block may have tokens that no one writes. They share its scales.
+    whole = x.shape[2] // BLOCK_TOKENS * BLOCK_TOKENS
+    if whole > 0:
+        store_whole_blocks(blocks, x[:, :, :whole], without_header)
+    if whole < x.shape[2]:
+        launch_write(data, layout, x[:, :, whole:], positions[whole:])
 
 
 def pack_in_chunks(blocks: Tensor, layout: PackedLayout, x: Tensor) -> None:

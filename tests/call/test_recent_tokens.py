@@ -13,7 +13,7 @@ import kvcompile
 from kvcompile import PackedTensor
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.residual import header_of
-from kvcompile.packed import tensor
+from kvcompile.packed import tokens
 from kvcompile.packed.stack import PackedStack
 
 ROOM, HEADS, HEAD_DIM = 192, 2, 64
@@ -84,7 +84,7 @@ def test_the_header_of_a_cache_is_computed_once(step: Step, monkeypatch: pytest.
         computed.append(num_written)
         return header_of(layout, x, num_written)
 
-    monkeypatch.setattr(tensor, "header_of", recorded)
+    monkeypatch.setattr(tokens, "header_of", recorded)
     outputs(step, "turboquant_4bit_r128", behind=1.0)
     assert computed == [torch.tensor(100)] * 2, "one header of keys and one of values"
 

@@ -10,6 +10,7 @@ from packed_caches import HEAD_DIM, LAYOUTS
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
 from kvcompile.kernels.gather import kernel as gather_kernel
+from kvcompile.kernels.gather import words
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
 from kvcompile.kernels.layout.references import References
 from kvcompile.kernels.spec.gather import gather_tokens
@@ -98,3 +99,16 @@ def test_the_operator_refuses_arguments_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=message):
             gather(*arguments)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("nbytes", [64, 68, 33])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_parts_are_selected_in_words_or_in_bytes(dim, nbytes, offset):
+    size = (3, 4, 2, nbytes)
+    data = torch.randint(0, 256, (offset + torch.Size(size).numel(),), dtype=torch.uint8)[offset:].view(size)
+    index = torch.tensor([1, 1, 0])
+    assert torch.equal(words.select(data, dim, index), data.index_select(dim, index))
+    every_other = data[:, ::2]
+    assert torch.equal(words.select(every_other, dim, index % 2), every_other.index_select(dim, index % 2))
+    assert words.select(data, dim, index[:0]).shape[dim] == 0

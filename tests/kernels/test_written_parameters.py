@@ -104,6 +104,11 @@ def store(key: str, num_tokens: int, *, pair: bool, head_dim: int = 64) -> None:
         launch.store(data[0], x, positions, None, key, "key")
 
 
+def store_header() -> None:
+    layout, x = PackedLayout.parse(CHANNEL, "key", 64), torch.zeros(1, 2, 300, 64)
+    launch_store.store_header(empty_packed(layout, 300, 1, 2, CPU), x, torch.tensor(1), layout)
+
+
 def gather() -> None:
     layout = PackedLayout.parse(INT8, "key", 64)
     gather_kernel.gather(empty_packed(layout, 640, 1, 2, CPU), layout, torch.zeros(1, 70, dtype=torch.int64))
@@ -119,6 +124,7 @@ def test_a_launcher_names_the_parameters_that_its_kernel_writes(monkeypatch) -> 
         store(key, num_tokens, pair=True)
         store(key, num_tokens, pair=False)
     gather()
+    store_header()
     store_latents()
     written = {
         name: set().union(*(written_parameters(version.asm["ttir"]) for version in versions))

@@ -79,7 +79,10 @@ def stand_ins(stand_in, capability, monkeypatch):
     kernels = {}
     for module, names in (
         (launch, "attention combine visible_range"),
-        (launch_store, "store store_pair store_few store_few_pair place_tokens copy_tags store_blocks"),
+        (
+            launch_store,
+            "store store_pair store_few store_few_pair place_tokens copy_tags store_blocks last_token store_header",
+        ),
         (launch_prefill, "dequantize prefill_attention"),
         (launch_latent, "latent_attention hopper_latent_attention store_latents"),
         (gather_kernel, "gather"),

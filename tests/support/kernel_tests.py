@@ -7,6 +7,7 @@ INTERPRETED_TOGETHER = (
     ("test_prefill.py", "test_latent_kernels.py", "test_calibrated_kernels.py", "test_new_tokens.py"),
     (
         "test_store_kernel.py",
+        "test_headers.py",
         "test_references.py",
         "test_deepseek_v4_kernels.py",
         "test_gather.py",
@@ -21,6 +22,7 @@ KERNEL_TESTS = [
     "test_calibrated_kernels.py",
     "test_deepseek_v4_kernels.py",
     "test_dequantize.py",
+    "test_headers.py",
     "test_latent_kernels.py",
     "test_new_tokens.py",
     "test_prefill.py",

@@ -28,12 +28,13 @@ from kvcompile.benching.measuring import Timing
 from kvcompile.benching.workloads import Caches, Shape
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.packing import read_tokens
+from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.site import FormatPair
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text())
-CUDA_SCRIPTS = ["decode", "latents", "llama_step", "prefill", "store"]
+CUDA_SCRIPTS = ["decode", "eager", "latents", "llama_step", "prefill", "store"]
 INT8 = FormatPair("int8_per_token_head", "int8_per_token_head")
 SHAPE = Shape(2, 4, 2, 64, 192)
 CPU = torch.device("cpu")
@@ -55,6 +56,7 @@ def wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in (
         "decode",
+        "eager",
         "latents",
         "recording",
         "store",
@@ -64,6 +66,8 @@ def wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(name)
         replacements = {
             "time_graph": time_once,
+            "time_steps": lambda run, before: time_once(run),
+            "temporaries": lambda run: 0,
             "num_sets": lambda nbytes: 2,
             "require_cuda": lambda what: None,
             "read_ceiling": lambda: 1e12,
@@ -316,6 +320,18 @@ def test_benchmarks_of_kernels_measure_every_preset_and_bfloat16(script, wall_cl
     assert all(0 <= row["relative_error"] < workloads.MAX_ERROR for row in ours)
     assert all(row["of_read_ceiling"] == pytest.approx(row["megabytes"] * 1e6 / 1e-3 / 1e12) for row in rows)
     assert all(row.keys() <= COLUMNS.keys() for row in rows)
+
+
+def test_eager_operations_are_checked_and_timed_for_keys_and_values(wall_clock, monkeypatch, tmp_path):
+    sizes = ["--shape", "3,4/2,64,192", "--new-tokens", 65, "--formats", "int4", "int8_per_token_head"]
+    assert run(monkeypatch, "eager", *sizes, "--output", tmp_path, "--tag", "test") == 0
+    rows = Results.read(tmp_path / "eager-test-nothing-inc.json").rows
+    assert len(rows) == 2 * 2 * 4
+    assert all(0 <= row["relative_error"] < workloads.MAX_ERROR for row in rows)
+    monkeypatch.setattr(PackedTensor, "index_select", lambda cache, dim, index: cache)
+    assert run(monkeypatch, "eager", *sizes, "--output", tmp_path, "--tag", "test") == 1
+    rows = Results.read(tmp_path / "eager-test-nothing-inc.json").rows
+    assert {row["case"] for row in rows if "error" in row} == {"index_select of sequences"}
 
 
 def test_attention_on_latents_is_checked_and_compared_with_plain_latents(wall_clock, monkeypatch, tmp_path):
