@@ -25,7 +25,7 @@ an integer query (:mod:`kvcompile.kernels.attention.query`).
 
 Splits take turns at the visible tiles: split ``s`` takes the tiles ``s``, ``s + num_splits``, and so on. All splits
 have work even if only a part of the cache is visible. :mod:`kvcompile.kernels.attention.splits` merges their outputs.
-If the caches have exact blocks, the splits take turns at those first, see
+If the caches have exact blocks, the splits also take turns at those, see
 :mod:`kvcompile.kernels.attention.exact_blocks`. A program attends to them last: tags and rows arrive in the meantime.
 
 A device fetches the first 64 KiB of a kernel's code when it launches the kernel. Each line of code behind them costs a
@@ -41,6 +41,8 @@ from __future__ import annotations
 from kvcompile.kernels.attention.exact_blocks import (
     attend_to_exact_blocks,
     is_packed,
+    own_turn,
+    own_turns,
     packed_range,
     prefetch_item,
     tags_of,
@@ -118,16 +120,13 @@ def attention_kernel(
             prefetch_item(key_ptr, value_ptr, key_strides[0], value_strides[0], split, KEY, VALUE, NUM_WARPS)
 
     first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)  # the visible tiles
-    # Turns at tiles follow turns at exact items.
-    first_own = split
-    if EXACT_ITEMS > 0:
-        first_own += tl.cdiv(tl.maximum(EXACT_ITEMS - split, 0), num_splits) * num_splits - EXACT_ITEMS
-    own_tiles = (end_tile - first_tile - first_own + num_splits - 1) // num_splits
-    first_own += first_tile
+    turns = own_turns(split, num_splits, end_tile - first_tile, EXACT_ITEMS)
+    own_tiles = turns[0]
     if own_tiles > 0:
         # Prefetch the first tile while the query is rotated and scaled.
-        first_block = (first_own * (TOKENS // KEY.block_tokens)).to(tl.int64)
-        tokens_left = kv_len - first_own * TOKENS
+        tile = first_tile + own_turn(turns, 0, split, num_splits, EXACT_ITEMS)
+        first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
+        tokens_left = kv_len - tile * TOKENS
         prefetch(block_ptr(key_ptr, key_strides[0], first_block, KEY), key_strides[0], tokens_left, KEY, TOKENS)
         prefetch(
             block_ptr(value_ptr, value_strides[0], first_block, VALUE), value_strides[0], tokens_left, VALUE, TOKENS
@@ -145,7 +144,7 @@ def attention_kernel(
         query = query_of(q, score_scale * key_scale, KEY)
         state = empty_state(ROWS, NUM_WARPS, VALUE)
         for own_tile in tl.range(0, tl.maximum(own_tiles, 0), num_stages=NUM_STAGES):
-            tile = first_own + own_tile * num_splits
+            tile = first_tile + own_turn(turns, own_tile, split, num_splits, EXACT_ITEMS)
             is_whole = (tile * TOKENS >= all_begin) & ((tile + 1) * TOKENS <= all_end)
             state = _attend_to_tile(
                 state, query, tile, is_whole, end, key_ptr, value_ptr, key_strides[0], value_strides[0], softcap,

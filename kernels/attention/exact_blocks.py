@@ -4,9 +4,9 @@ The loop over tiles of packed tokens hides exact blocks. A program attends to ex
 separate softmax, whose result the kernel that merges the splits adds. Exact rows are in the original basis, and so are
 the query and the output here. They need no rotation.
 
-Work is shared out in *items*, which are runs of rows of one entry. An item has about as many bytes as a tile of packed
-tokens. The splits take turns at the items first, and then at the tiles, so that all have equal work. A program
-prefetches the rows of its first item when it starts, before it knows which block the entry holds.
+Work is shared out in *items*, which are runs of rows of one entry. The splits take turns at the items. Splits that have
+one item less than the others take more tiles of packed tokens (:func:`own_turns`), so that all have equal work. A
+program prefetches the rows of its first item when it starts, before it knows which block the entry holds.
 
 A block may be exact for keys only, or for values only. The rows of the other operand are then decoded. If keys and
 values have the same number of entries, this is rare: their blocks differ only if keys and values were written to
@@ -34,6 +34,10 @@ NO_BLOCK = constant(1 << 24)
 """A block beyond every cache: its tokens have positions that int32 can hold."""
 
 
+TILES_OF_ITEM = constant(3)
+"""A program needs as long for an item as for this number of tiles, because it waits for memory and for code."""
+
+
 def num_items(num_entries: int, block_tokens: int, num_warps: int) -> int:
     """The number of items of a cache pair with ``num_entries`` entries: each warp takes 16 rows of a block.
 
@@ -43,6 +47,36 @@ def num_items(num_entries: int, block_tokens: int, num_warps: int) -> int:
         num_warps: warps of a program.
     """
     return num_entries * (block_tokens // (16 * num_warps))
+
+
+@jit
+def own_turns(split, num_splits, num_tiles, ITEMS: tl.constexpr):
+    """How many of ``num_tiles`` tiles a split takes, and the numbers that :func:`own_turn` needs.
+
+    If some splits have one more item than the others, the others take TILES_OF_ITEM tiles more, before all take turns.
+    """
+    early, width, offset = 0, num_splits, 0
+    if ITEMS > 0:
+        busy = ITEMS % num_splits  # the first splits, which have one more item
+        width = num_splits - busy
+        offset = tl.where(busy > 0, TILES_OF_ITEM * width, 0)
+        early = tl.minimum(tl.cdiv(tl.maximum(num_tiles - (split - busy), 0), width), TILES_OF_ITEM)
+        early = tl.where((busy > 0) & (split >= busy), early, 0)
+    later = (num_tiles - split - offset + num_splits - 1) // num_splits  # 0 or less without a tile
+    if ITEMS > 0:
+        later = early + tl.maximum(later, 0)
+    return later, early, width, offset
+
+
+@jit
+def own_turn(turns, i, split, num_splits, ITEMS: tl.constexpr):
+    """The number of the tile that a split takes in its turn ``i``. ``turns`` is the result of :func:`own_turns`."""
+    tile = split + i * num_splits
+    if ITEMS > 0:
+        _, early, width, offset = turns
+        busy = num_splits - width
+        tile = tl.where(i < early, split - busy + i * width, offset + split + (i - early) * num_splits)
+    return tile
 
 
 @jit

@@ -78,7 +78,7 @@ def combine_kernel(
             zero.
         range_ptr: if POSITIONS is not 0, the ranges of the decode kernel. In a long cache with few visible tokens only
             the first splits have a tile, and only they are merged.
-        exact_items: EXACT_ITEMS of the decode kernel. They take the first turns of the splits.
+        exact_items: EXACT_ITEMS of the decode kernel, at which the splits take turns.
         out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw no token.
         out_lse_ptr: with WITH_LSE float32 [num_rows, 2], the log-sum-exp of all splits, in the form of ``lse_ptr``.
         tile_tokens: tokens of a tile of the decode kernel.

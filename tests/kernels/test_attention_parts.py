@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from test_attention_kernel import Case
 
 from kvcompile.kernels import launch
+from kvcompile.kernels.attention.exact_blocks import own_turn, own_turns
+from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.spec.attention import attend_part
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
@@ -60,3 +62,27 @@ def test_a_part_has_the_output_and_log_sum_of_the_specification(device, case, ho
     torch.testing.assert_close(
         lse.cpu().sum(-1)[~unseen], expected_lse.sum(-1)[~unseen], rtol=0, atol=4 * case.bfloat16_tolerance
     )
+
+
+@jit
+def take_turns_kernel(taken_ptr, num_splits, num_tiles, ITEMS: tl.constexpr):
+    """Count who takes each tile: taken[split, tile] += 1. Grid (num_splits,)."""
+    split = tl.program_id(0)
+    turns = own_turns(split, num_splits, num_tiles, ITEMS)
+    for i in range(turns[0]):
+        tile = own_turn(turns, i, split, num_splits, ITEMS)
+        tl.atomic_add(taken_ptr + split * num_tiles + tile, 1)
+
+
+@pytest.mark.parametrize("items", [0, 1, 3, 8, 13, 16, 40])
+@pytest.mark.parametrize(("num_splits", "num_tiles"), [(1, 5), (8, 0), (8, 3), (8, 8), (8, 20), (13, 29), (16, 64)])
+def test_every_tile_is_taken_once_and_splits_with_an_item_more_take_fewer(device, items, num_splits, num_tiles) -> None:
+    taken = torch.zeros(num_splits, num_tiles, dtype=torch.int32, device=device)
+    take_turns_kernel[(num_splits,)](taken, num_splits, num_tiles, items)
+    assert (taken.sum(0) == 1).all()
+    tiles_of_split = taken.sum(1).cpu()
+    busy = items % num_splits
+    with_item, others = tiles_of_split[:busy], tiles_of_split[busy:]
+    assert others.max() - others.min() <= 1
+    if busy and num_tiles >= 3 * num_splits:
+        assert with_item.max() <= others.min() - 2
