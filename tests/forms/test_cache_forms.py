@@ -138,6 +138,7 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(wri
     check_steps(write, write, axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [WITHOUT_VECTORS, pytest.param({}, id="vectors", marks=pytest.mark.slow)])
 def test_generated_code_writes_keys_per_sequence_and_values_in_a_mask(options: dict[str, Any]) -> None:
     """Inductor compiles these writes; test_attention_forms.py has index_copy."""

@@ -133,6 +133,7 @@ def test_a_cache_from_an_eager_prefill_is_adopted(
     assert isinstance(cache.layers[0].keys, PackedTensor)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "generates_code"),
     [("static", False), ("dynamic", False), pytest.param("dynamic", True, marks=pytest.mark.slow)],

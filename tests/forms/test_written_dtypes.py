@@ -72,6 +72,7 @@ def test_every_assignment_of_another_dtype_stores_the_bytes_of_eager_code(write:
     assert all(torch.equal(compiled, eager) for compiled, eager in caches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [

@@ -410,6 +410,7 @@ UNSERVED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("make", "arguments"), UNSERVED.values(), ids=UNSERVED.keys())
 def test_a_request_that_cannot_be_served_runs_as_without_kvcompile(
     make: Callable[[], Any], arguments: dict[str, Any]

@@ -44,11 +44,14 @@ def expected_tokens(policy: str, num_tokens: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
+CHEAPER = {"aot_inductor.compile_wrapper_opt_level": "O0", **WITHOUT_VECTORS}
+"""Settings of Inductor that compile sooner. The wrapper only calls kernels."""
+
+
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> PackagedStep:
     path = tmp_path_factory.mktemp("package") / "step.pt2"
-    cheaper = {"aot_inductor.compile_wrapper_opt_level": "O0", **WITHOUT_VECTORS}  # the wrapper only calls kernels
-    with inductor_config.patch(cheaper):
+    with inductor_config.patch(CHEAPER):
         return kvcompile.package(tiny_transformer(), one_token(0), policy="int8_per_token_head", path=path)
 
 
@@ -183,6 +186,7 @@ def test_every_kind_of_format_is_packaged(policy: str, tmp_path: Path) -> None:
     assert generate(step, PROMPT, 8) == expected_tokens(policy, 8)
 
 
+@inductor_config.patch(CHEAPER)
 def test_a_prompt_of_strided_tensors_that_fills_more_than_half_of_a_cache_is_packaged(tmp_path: Path) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:
         positions = length + torch.arange(40)

@@ -79,6 +79,7 @@ def by_its_marker(form: Form, given: tuple[Any, ...]) -> Tensor:
         return torch.compile(form, backend=backend, fullgraph=True)(*given)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(3, S), (1, 1)], ids=["rows", "single"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_the_operands_of_a_marker_give_the_result_of_the_model(form: Form, q_len: int, kv_len: int) -> None:
