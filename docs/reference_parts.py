@@ -6,10 +6,12 @@ Every public function returns Markdown for one part; :mod:`make_pages` puts the 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +22,7 @@ from kvcompile.cli.policy_schema import policy_schema
 from kvcompile.compat import versions
 from kvcompile.kernels.formats import CALIBRATED_FORMATS, FORMATS, LATENT_FORMATS, bases, bit_planes, get_format
 from kvcompile.kernels.formats.base import HEAD_DIM, Format
+from kvcompile.kernels.lang.gpus import GPUS
 from kvcompile.kernels.layout import packed_layout as layout
 from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -52,6 +55,31 @@ def from_docstring(thing: Any) -> tuple[str, str]:
 def tested_releases() -> str:
     """The latest test of every release of PyTorch."""
     return table(versions.COLUMNS, versions.rows())
+
+
+# GPUs
+
+
+def gpus() -> str:
+    """What is known about each GPU: whether it was tested, and what its compiled kernels take."""
+    compiled = json.loads((Path(__file__).parent / "kernels_by_gpu.json").read_text(encoding="utf-8"))
+    rows = []
+    for gpu in GPUS:
+        found = compiled["gpus"][gpu.architecture.replace(".", "")]
+        share = f"{found['shared'] / 1024:.0f} of {found['limit'] / 1024:.0f} KiB"
+        standing = gpu.standing + (" and compiled" if gpu.standing == "tested" else " only")
+        calls = f"{found['calls']:,} of {found['of']:,}"
+        rows.append((gpu.devices, gpu.architecture, standing, calls, f"{found['kernels']:,}", share, found["spilling"]))
+    rows.append(("T4, RTX 2080, V100 and older", "below 8.0", "refused", "", "", "", ""))
+    rows.append(("other GPUs of AMD", "other names", "refused", "", "", "", ""))
+    header = ("GPU", "architecture", "standing", "calls", "kernels", "largest program", "kernels that spill")
+    return table(header, [tuple(map(str, row)) for row in rows])
+
+
+def compiled_with() -> str:
+    """The release of Triton that compiled the kernels of :func:`gpus`, and when."""
+    found = json.loads((Path(__file__).parent / "kernels_by_gpu.json").read_text(encoding="utf-8"))
+    return f"The kernels were compiled with Triton {found['triton']} on {found['date']}."
 
 
 # Passes

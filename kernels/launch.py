@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.attention.call import AttentionCall
-from kvcompile.kernels.attention.configs import attention_config, num_splits
+from kvcompile.kernels.attention.configs import AttentionConfig, attention_config, num_splits
 from kvcompile.kernels.attention.decode import attention_kernel
 from kvcompile.kernels.attention.exact_blocks import num_items
 from kvcompile.kernels.attention.launch_prefill import attend_prefill, dequantize_pairs, is_prefill
@@ -111,13 +111,15 @@ def attention(
     )  # fmt: skip
 
     with_lse = sinks is not None or out_lse is not None
-    if isinstance(key, LatentOperand) or is_prefill(call):
-        attend = _attend_latents if isinstance(key, LatentOperand) else attend_prefill
+    is_latent = isinstance(key, LatentOperand)
+    decode = None if is_latent or is_prefill(call) else _decode_config(call)
+    if decode is not None:
+        partial, lse, splits = _attend_decode(call, out, decode, with_lse=with_lse)
+    else:
+        attend = _attend_latents if is_latent else attend_prefill
         partial, lse, count = attend(call, out, with_lse=with_lse)
         splits = Splits(count)
         value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # not rotated: values were dequantized
-    else:
-        partial, lse, splits = _attend_decode(call, out, with_lse=with_lse)
     if partial is not out:
         _merge_splits(call, partial, lse, splits, value, sinks, out, out_lse)
     return out
@@ -189,21 +191,33 @@ def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tupl
     return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
 
 
-def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, Splits]:
+def _decode_config(call: AttentionCall) -> AttentionConfig | None:
+    """The configuration of :func:`_attend_decode`; None if the device has too little shared memory."""
+    device, rows = call.query.device, call.group_size * call.query.shape[2]
+    return attention_config(
+        launcher.capability_of(device), launcher.multiprocessor_of(device), call.key, call.value, rows,
+        _has_mask_per_row(call), call.query.dtype == torch.float32,
+    )  # fmt: skip
+
+
+def _has_mask_per_row(call: AttentionCall) -> bool:
+    """Whether a mask differs between the query rows of a KV head."""
+    q_len, strides = call.query.shape[2], call.mask_strides
+    return (q_len > 1 and strides[2] != 0) or (call.group_size > 1 and strides[1] != 0)
+
+
+def _attend_decode(
+    call: AttentionCall, out: Tensor, config: AttentionConfig, *, with_lse: bool
+) -> tuple[Tensor, Tensor, Splits]:
     """Attention on packed tokens, without dequantizing them first.
 
-    Arguments and results are the same as in :func:`attend_prefill`, apart from the splits.
+    Arguments and results are the same as in :func:`attend_prefill`, apart from the configuration and the splits.
     """
     batch, num_heads, q_len, _ = call.query.shape
     num_kv_heads, group_size = call.k_data.shape[2], call.group_size
     device = call.query.device
-    mask_per_row = (q_len > 1 and call.mask_strides[2] != 0) or (group_size > 1 and call.mask_strides[1] != 0)
     rows = group_size * q_len
     float32 = call.query.dtype == torch.float32
-    config = attention_config(
-        launcher.capability_of(device), launcher.shared_memory_of(device), call.key, call.value, rows, mask_per_row,
-        float32,
-    )  # fmt: skip
     row_tiles = ceil_div(rows, config.rows)
     splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, launcher.num_sms_of(device))
     num_entries = max(call.key.num_entries, call.value.num_entries)
@@ -227,9 +241,9 @@ def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
             num_kv_heads, q_len, call.kv_len, splits, call.score_scale, call.softcap, call.key_scale, call.value_scale,
         ),
         (
-            call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, mask_per_row, call.is_causal,
-            is_partial, precision(device), config.rows, config.tokens, config.num_warps, config.num_stages,
-            is_partial and bool(launcher.early_start(device)), exact_key, exact_value, items,
+            call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, _has_mask_per_row(call),
+            call.is_causal, is_partial, precision(device), config.rows, config.tokens, config.num_warps,
+            config.num_stages, is_partial and bool(launcher.early_start(device)), exact_key, exact_value, items,
             exact_precision(device, float32=float32),
         ),
         config.options,

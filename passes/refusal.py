@@ -28,7 +28,7 @@ class Reason(enum.Enum):
     )
     unsupported_device = (
         "no kernel runs on the device of its cache: {detail}",
-        "use a GPU with compute capability 8.0 or later, or torch.compile without kvquant",
+        "use a GPU that docs/compatibility.md lists, a CPU, or torch.compile without kvquant",
     )
     no_cache = (
         "its {role} is computed in this graph and not cached",

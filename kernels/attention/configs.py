@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from kvcompile.kernels.lang.launcher import ceil_div
+from kvcompile.kernels.lang.launcher import Multiprocessor, ceil_div
 from kvcompile.kernels.lang.triton import triton
 from kvcompile.kernels.layout.operand import PackedOperand
 
@@ -69,8 +69,13 @@ DECODE_DIGITS = {
     (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=7),
     (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=8),
 }
+ROWS_OF_ANOTHER = {10: 9, 12: 8}
+"""Compute capabilities without measurements, and the one whose rows they take: it has as much shared memory."""
+
 SCRATCH_NBYTES = 8 << 10
-"""Shared memory of a decode program besides the tiles that it loads ahead."""
+"""Shared memory of a decode program besides its query and the tiles that it loads ahead."""
+RESERVED_NBYTES = 1 << 10
+"""Shared memory that a multiprocessor reserves for each program."""
 
 PORTABLE = AttentionConfig(8, 64)
 FLOAT32 = AttentionConfig(16, 64, num_stages=1)
@@ -79,27 +84,73 @@ FLOAT32 = AttentionConfig(16, 64, num_stages=1)
 @functools.cache
 def attention_config(
     capability: int,
-    shared_memory: int,
+    multiprocessor: Multiprocessor,
     key: PackedOperand,
     value: PackedOperand,
     rows: int,
     mask_per_row: bool,
     float32: bool,
-) -> AttentionConfig:
-    """The configuration of :func:`kvcompile.kernels.attention.decode.attention_kernel`.
+) -> AttentionConfig | None:
+    """The configuration of :func:`kvcompile.kernels.attention.decode.attention_kernel`; None if no tile fits.
 
     Args:
         capability: the major compute capability; 0 for other devices.
-        shared_memory: the most bytes of shared memory of a program.
+        multiprocessor: the sizes of a multiprocessor.
         key, value: compile-time descriptions of keys and values.
         rows: query rows per KV head.
         mask_per_row: whether there is a per-row mask, which differs between the query rows of a KV head.
         float32: whether products are computed in float32.
     """
     config = _tuned_config(capability, key, value, rows, mask_per_row, float32)
-    tile_nbytes = config.tokens * (key.padded_head_dim * key.tile_bits + value.padded_head_dim * value.tile_bits) // 8
-    num_tiles = max(1, (shared_memory - SCRATCH_NBYTES) // max(1, tile_nbytes))
-    return replace(config, num_stages=min(config.num_stages, num_tiles))
+    tile_nbytes = _tile_nbytes(config, key, value, least_bits=0)
+    if capability == 9:
+        num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
+        return replace(config, num_stages=min(config.num_stages, num_tiles))
+    itemsize = 4 if float32 or key.tile_bits == 32 else 2
+    other_nbytes = SCRATCH_NBYTES + config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
+    # Packed codes become levels in registers. Floats pass through shared memory once more.
+    if max(key.tile_bits, value.tile_bits) >= 16:
+        other_nbytes += _tile_nbytes(config, key, value, least_bits=32 if float32 else 0)
+    else:
+        other_nbytes += tile_nbytes if config.num_stages == 1 else 0
+    return _with_room(config, tile_nbytes, other_nbytes, multiprocessor)
+
+
+def _tile_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOperand, least_bits: int) -> int:
+    """Bytes of a tile of keys and values whose codes have ``least_bits`` or more."""
+    bits = (max(operand.tile_bits, least_bits) * operand.padded_head_dim for operand in (key, value))
+    return config.tokens * sum(bits) // 8
+
+
+def _with_room(
+    config: AttentionConfig, tile_nbytes: int, other_nbytes: int, multiprocessor: Multiprocessor
+) -> AttentionConfig | None:
+    """The configuration with as many programs, and as many tiles loaded ahead, as a multiprocessor has room for.
+
+    If fewer programs have room than the configuration wants, each gets more registers.
+
+    Args:
+        config: for a multiprocessor that may have more shared memory.
+        tile_nbytes: bytes of a tile that is loaded ahead.
+        other_nbytes: shared memory of a program besides such tiles.
+        multiprocessor: its sizes.
+
+    Returns:
+        None if there is no room for a program.
+    """
+    threads = multiprocessor.warp_size * config.num_warps
+    registers = config.max_registers or multiprocessor.registers_of_thread
+    most = max(1, min(config.programs_per_sm, multiprocessor.registers // (threads * registers)))
+    for least_stages in (min(2, config.num_stages), 1):  # a tile is loaded ahead, if possible
+        for programs in range(most, 0, -1):
+            of_program = multiprocessor.shared_memory // programs - RESERVED_NBYTES
+            room = min(multiprocessor.of_program, of_program) - other_nbytes
+            stages = min(config.num_stages, 1 + room // max(1, tile_nbytes))
+            if stages >= least_stages:
+                left = multiprocessor.registers // (threads * programs)
+                limit = None if left >= multiprocessor.registers_of_thread else config.max_registers
+                return replace(config, programs_per_sm=programs, num_stages=stages, max_registers=limit)
+    return None
 
 
 def _tuned_config(
@@ -114,7 +165,7 @@ def _tuned_config(
         return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
     config = PORTABLE
     if padded_head_dim <= 128 and key is not value:
-        kind = (capability, key.tile_bits, value.tile_bits)
+        kind = (ROWS_OF_ANOTHER.get(capability, capability), key.tile_bits, value.tile_bits)
         config = DECODE.get(kind, PORTABLE)
         if rows <= 4 and key.multiplies_integers:
             config = DECODE_DIGITS.get(kind, config)

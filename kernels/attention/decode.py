@@ -38,6 +38,7 @@ scale of 1 and a zero point of 0, and every byte has a finite level.
 
 from __future__ import annotations
 
+from kvcompile.compat.triton_names import gdc_launch_dependents
 from kvcompile.kernels.attention.exact_blocks import (
     attend_to_exact_blocks,
     is_packed,
@@ -96,7 +97,7 @@ def attention_kernel(
         EXACT_ITEMS: the number of items of exact blocks, 0 if there are no entries. Otherwise PARTIAL must be set.
     """
     if MERGES_EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     split = tl.program_id(2)

@@ -62,6 +62,8 @@ HOPPER_WIDE = PrefillConfig(128, 64, 8, 2)
 
 PORTABLE = (PrefillConfig(64, 64, 4, 2), PrefillConfig(64, 32, 4, 2), PrefillConfig(32, 32, 4, 2))
 """For all other devices; the first one that fits into shared memory is taken."""
+PORTABLE_WIDE = (PrefillConfig(64, 64, 8, 2), PrefillConfig(64, 32, 8, 2), PrefillConfig(32, 32, 4, 2))
+"""The same for a head_dim of more than 128 channels: outputs would spill in four warps."""
 
 FLOAT32 = (PrefillConfig(32, 32, 4, 2), PrefillConfig(16, 16, 4, 1))
 """For products in float32, on all devices."""
@@ -91,7 +93,7 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     num_kv_heads, v_head_dim = call.k_data.shape[2], call.value.head_dim
     device = call.query.device
     padded_head_dim = max(call.key.padded_head_dim, call.value.padded_head_dim)
-    capability, shared_memory = launcher.capability_of(device), launcher.shared_memory_of(device)
+    capability, shared_memory = launcher.capability_of(device), launcher.multiprocessor_of(device).of_program
     config = _config(capability, padded_head_dim, shared_memory, float32=call.query.dtype == torch.float32)
     padded_len = ceil_div(call.kv_len, BLOCK_TOKENS) * BLOCK_TOKENS  # whole blocks are dequantized
     pairs = batch * num_kv_heads
@@ -118,7 +120,8 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
 def _config(capability: int, padded_head_dim: int, shared_memory: int, *, float32: bool = False) -> PrefillConfig:
     if capability == 9 and not float32:
         return HOPPER if padded_head_dim <= 128 else HOPPER_WIDE
-    configs, itemsize = (FLOAT32, 4) if float32 else (PORTABLE, 2)
+    portable = PORTABLE if padded_head_dim <= 128 else PORTABLE_WIDE
+    configs, itemsize = (FLOAT32, 4) if float32 else (portable, 2)
     fitting = (config for config in configs if config.shared_memory(padded_head_dim, itemsize) <= shared_memory)
     return next(fitting, configs[-1])
 
@@ -229,8 +232,13 @@ def dequantize_pairs(
         (strides_of(data),),
         (first_pair, data.shape[2], num_tokens, num_blocks, at_once, static_scale),
         (operand, bounds is not None, tile, precision(data.device), padded),
-        {"num_warps": 4},
+        {"num_warps": _warps_of_dequantize(operand, launcher.capability_of(data.device))},
     )
+
+
+def _warps_of_dequantize(operand: PackedOperand, capability: int) -> int:
+    """Warps of a program that dequantizes. The matrix of a wide rotation spills in four warps before Hopper."""
+    return 8 if operand.rotated and operand.padded_head_dim >= 128 and capability != 9 else 4
 
 
 def _launch_attention(

@@ -5,6 +5,7 @@ The decode kernel is :func:`kvcompile.kernels.attention.decode.attention_kernel`
 
 from __future__ import annotations
 
+from kvcompile.compat.triton_names import gdc_wait
 from kvcompile.kernels.attention.query import first_columns
 from kvcompile.kernels.attention.softmax_tile import store_log_sum, weighs_scales
 from kvcompile.kernels.lang.triton import jit, tl
@@ -94,7 +95,7 @@ def combine_kernel(
     else:
         merged_splits = num_splits
     if STARTS_EARLY:
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + row // q_len % num_heads, mask=row < num_rows, other=0.0)

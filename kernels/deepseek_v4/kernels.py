@@ -7,8 +7,6 @@ guarantees this for any ``block_size``. :mod:`kvcompile.kernels.deepseek_v4.tile
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -23,8 +21,9 @@ from kvcompile.kernels.deepseek_v4.tiles import (
     insert_tokens,
     scales_of,
 )
+from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import ASSERTING, Launcher
-from kvcompile.kernels.lang.triton import INTERPRETED, jit, tl, triton
+from kvcompile.kernels.lang.triton import jit, tl, triton
 
 TOKENS_PER_WARP = 4
 """Tokens that fill a warp. A thread has 8 channels of every scale block of its token, so that 8 threads hold a token.
@@ -164,14 +163,13 @@ def quantize_and_insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor
     num_tokens, num_blocks = slot_mapping.shape[0], k_cache.shape[0]
     if num_tokens == 0:
         return
-    _, hardware_fp8 = _device(k_cache.device)
     tokens = TOKENS_PER_WARP * NUM_WARPS
     launch_insert(
         (triton.cdiv(num_tokens, tokens), 1, 1),
         (k_cache, k.view(torch.int16), slot_mapping),
         (k.stride(), slot_mapping.stride()),
         (k_cache.stride(0) // 8, num_tokens, num_blocks * block_size),
-        (block_size, tokens, hardware_fp8),
+        (block_size, tokens, launcher.converts_e4m3(k_cache.device)),
         {"num_warps": NUM_WARPS, **ASSERTING},
     )
 
@@ -191,7 +189,7 @@ def dequantize_and_gather_k_cache(
         return
     if gather_lens is None:
         gather_lens = seq_lens
-    num_sms, hardware_fp8 = _device(out.device)
+    num_sms = launcher.num_sms_of(out.device)
     tokens = min(TOKENS_PER_WARP * NUM_WARPS, triton.next_power_of_2(block_size))
     num_warps = max(1, tokens // TOKENS_PER_WARP)
     most_tiles = num_reqs * (triton.cdiv(num_rows, block_size) + 1) * triton.cdiv(block_size, tokens)
@@ -203,16 +201,6 @@ def dequantize_and_gather_k_cache(
             k_cache.stride(0) // 8, num_reqs, num_rows, min(block_table.shape[1] * block_size, 2**31 - 1),
             k_cache.shape[0], offset,
         ),
-        (block_size, tokens, triton.next_power_of_2(num_reqs), hardware_fp8),
+        (block_size, tokens, triton.next_power_of_2(num_reqs), launcher.converts_e4m3(out.device)),
         {"num_warps": num_warps, **ASSERTING},
     )  # fmt: skip
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[int, bool]:
-    """The number of streaming multiprocessors, and whether they convert e4m3; 2 and False in the interpreter."""
-    if INTERPRETED:
-        return 2, False
-    properties = torch.cuda.get_device_properties(device)
-    has_e4m3 = torch.version.hip is None and (properties.major, properties.minor) >= (8, 9)
-    return properties.multi_processor_count, has_e4m3

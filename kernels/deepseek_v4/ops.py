@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvcompile.kernels.deepseek_v4 import kernels
 from kvcompile.kernels.formats import ds_mla_rows as spec
+from kvcompile.kernels.lang.gpus import why_unsupported
 
 INTEGERS = (torch.int32, torch.int64)
 PAGE_ALIGNMENT = 8
@@ -45,6 +46,8 @@ def _unfit(op: str, name: str, wanted: str, tensor: Tensor) -> ValueError:
 
 def _check_cache(op: str, k_cache: Tensor, block_size: int) -> None:
     """Raise ValueError unless ``k_cache`` has pages of ``block_size`` tokens; kernels do not check it again."""
+    if (reason := why_unsupported(k_cache.device)) is not None:
+        raise ValueError(f"{op}: {reason}; use another GPU, or tensors on a CPU")
     if block_size < 1:
         raise ValueError(f"{op}: block_size must be at least 1, but is {block_size}")
     page_bytes = block_size * spec.TOKEN_BYTES

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.lang.triton import INTERPRETED, triton
+from kvcompile.compat.triton_names import compiled_version, gdc_wait
+from kvcompile.kernels.lang.triton import INTERPRETED
 
 # ``debug`` compiles the assertions of a kernel. It would also check every integer sum for overflow, unless told not to.
 ASSERTING = {"debug": True, "sanitize_overflow": False}
@@ -153,35 +154,8 @@ class Launcher:
         with self._locks.setdefault(key, threading.Lock()):
             if key not in self.compiled:
                 described = [_Argument(tensor) for tensor in tensors]
-                self.compiled[key] = self.kernel.warmup(*described, *others, grid=grid, **options)
+                self.compiled[key] = compiled_version(self.kernel, (*described, *others), grid, options)
             return self.compiled[key]
-
-
-def direct_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
-    """``compiled[grid]`` in less time, for a compiled kernel that was launched before on the current device.
-
-    The result also takes addresses (int) in place of tensors. It skips the description of a launch, which Triton makes
-    for hooks (profilers) even if there are none. It calls ``CompiledKernel.run`` as Triton 3.6 to 3.8 do.
-    """
-    usual = compiled[grid]
-    if triton is None or not hasattr(compiled, "packed_metadata"):
-        return usual
-    runtime, driver, device = triton.knobs.runtime, triton.runtime.driver.active, torch.cuda.current_device()
-
-    def launch(*arguments: Any) -> None:
-        if _has_hooks(runtime):
-            usual(*arguments)
-            return
-        stream = driver.get_current_stream(device)
-        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
-
-    return launch
-
-
-def _has_hooks(runtime: Any) -> bool:
-    """Whether Triton calls a function before or after each launch."""
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -215,24 +189,47 @@ def num_sms_of(device: torch.device) -> int:
     return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+class Multiprocessor(NamedTuple):
+    """What the programs on a multiprocessor share.
+
+    Attributes:
+        of_program: the most bytes of shared memory that one program may have.
+        shared_memory: bytes of shared memory, for all programs together.
+        registers: 32-bit registers.
+        registers_of_thread: the most registers that one thread may have, a multiple of 8.
+        warp_size: threads of a warp.
+    """
+
+    of_program: int
+    shared_memory: int
+    registers: int = 1 << 16
+    registers_of_thread: int = 256
+    warp_size: int = 32
+
+
 @functools.cache
-def shared_memory_of(device: torch.device) -> int:
-    """The most bytes of shared memory that a program may have; as much as on Hopper in the interpreter."""
+def multiprocessor_of(device: torch.device) -> Multiprocessor:
+    """The sizes of a multiprocessor; as on Hopper in the interpreter."""
     if INTERPRETED:
-        return 227 << 10
+        return Multiprocessor(227 << 10, 228 << 10)
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+    of_program = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+    return Multiprocessor(
+        of_program,
+        properties.shared_memory_per_multiprocessor,
+        getattr(properties, "regs_per_multiprocessor", 1 << 16),  # undocumented; so many since compute capability 3.7
+        256 if torch.version.hip is None else 512,
+        properties.warp_size,
+    )
 
 
 @functools.cache
-def why_unsupported(device: torch.device) -> str | None:
-    """Why kernels do not run on a device; None if they do, or if the device is not in this machine."""
-    if device.type != "cuda" or INTERPRETED or torch.version.hip is not None or not torch.cuda.is_available():
-        return None
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether a device has instructions that convert fp8 of the kind e4m3."""
+    if capability_of(device) == 0:
+        return False
     properties = torch.cuda.get_device_properties(device)
-    if properties.major >= 8:
-        return None
-    return f"{properties.name} has compute capability {properties.major}.{properties.minor}, and kernels need 8.0"
+    return (properties.major, properties.minor) >= (8, 9)
 
 
 def early_start(device: torch.device) -> dict[str, Any]:
@@ -240,7 +237,7 @@ def early_start(device: torch.device) -> dict[str, Any]:
 
     The kernel itself must wait for the results of the previous one. CUDA graphs keep the option. Empty before Hopper.
     """
-    return {"launch_pdl": True} if capability_of(device) >= 9 else {}
+    return {"launch_pdl": True} if capability_of(device) >= 9 and gdc_wait is not None else {}
 
 
 def precision(device: torch.device) -> str:

@@ -18,13 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kvcompile.kernels.lang.launcher import (
-    PLAIN_TENSORS,
-    Launch,
-    direct_launch,
-    instead_of_launching,
-    launches_nothing,
-)
+from kvcompile.compat.triton_names import direct_launch
+from kvcompile.kernels.lang.launcher import PLAIN_TENSORS, Launch, instead_of_launching, launches_nothing
 
 MOST_RECIPES = 4096
 """An operator forgets its recipes at this number. The length of a growing cache makes a new one in every step."""

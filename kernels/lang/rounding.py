@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, tl, triton
+from kvcompile.compat.triton_names import target_info
+from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, tl
 
 
 @constexpr_function
@@ -14,13 +15,13 @@ def has_fma():
 @constexpr_function
 def has_ptx():
     """Whether kernels are compiled to PTX."""
-    return not INTERPRETED and triton.language.target_info.is_cuda()
+    return not INTERPRETED and target_info.is_cuda()
 
 
 @constexpr_function
 def converts_fp8():
     """Whether the GPU that a kernel is compiled for converts float32 to both kinds of fp8."""
-    return has_ptx() and triton.language.target_info.cuda_capability_geq(8, 9)
+    return has_ptx() and target_info.cuda_capability_geq(8, 9)
 
 
 @jit

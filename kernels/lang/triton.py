@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from kvcompile.compat.triton_names import is_interpreted
+
 try:
     import triton
     import triton.language as tl
@@ -17,7 +19,7 @@ except ImportError:
     triton = tl = None
 
 
-INTERPRETED = triton is not None and triton.knobs.runtime.interpret
+INTERPRETED = is_interpreted()
 
 
 def jit(fn: Callable | None = None, **options: Any) -> Any:

@@ -38,7 +38,7 @@ def operand_of(layout: PackedLayout, data: Tensor, float32: bool) -> LatentOpera
     """
     if layout.residual is not None:
         raise ValueError(f"{layout.spec}: on a GPU a cache of latents cannot have a residual; use {layout.format_name}")
-    return latent_operand(float32, launcher.capability_of(data.device) >= 9, is_reference(data))
+    return latent_operand(float32, launcher.converts_e4m3(data.device), is_reference(data))
 
 
 def config_of(call: AttentionCall) -> AttentionConfig:

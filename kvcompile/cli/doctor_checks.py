@@ -14,9 +14,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcompile.compat.versions import numbers, untested
 from kvcompile.errors import PolicyError
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGE = Path(__file__).parent.parent
 """The folder of the package ``kvcompile``."""
@@ -78,9 +82,9 @@ def devices() -> list[Device]:
 
     found = []
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        what = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
-        found.append(Device(f"cuda:{index}", what, "Triton kernels store and read packed caches"))
+        what, why, _ = _standing(torch.device("cuda", index))
+        runs = "Triton kernels store and read packed caches" if why is None else "caches stay plain"
+        found.append(Device(f"cuda:{index}", what, runs))
     threads = f"{torch.get_num_threads()} threads"
     return [*found, Device("cpu", threads, "C++ that Inductor generates stores and reads packed caches")]
 
@@ -151,12 +155,26 @@ def _gpus() -> Iterator[Check]:
         built = "" if torch.version.cuda or torch.version.hip else "; this PyTorch is built without CUDA"
         yield Check("GPU", NOTE, f"none{built}", "everything will run on the CPU")
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
-        if torch.version.hip is None and properties.major < 8:
-            yield Check("GPU", NOTE, found, "Triton supports compute capability 8.0 and later")
-        else:
+        found, why, standing = _standing(torch.device("cuda", index))
+        if why is not None:
+            yield Check("GPU", NOTE, found, f"{why}; caches on this GPU stay plain")
+        elif standing == "tested":
             yield Check("GPU", OK, found)
+        else:
+            known = "was compiled for such a GPU, but not tested on one" if standing == "compiled" else "was not tested"
+            yield Check("GPU", NOTE, found, f"kvcompile {known}: check it with `python -m kvcompile doctor --try`")
+
+
+def _standing(device: torch.device) -> tuple[str, str | None, str]:
+    """The name of a GPU, the reason why it is refused or None, and what is known about it."""
+    import torch
+
+    from kvcompile.kernels.lang.gpus import architecture_of, standing_of, why_unsupported
+
+    architecture = architecture_of(device)
+    kind = architecture if architecture.startswith("gfx") else f"compute capability {architecture}"
+    name = torch.cuda.get_device_properties(device).name
+    return f"{name}, {kind}", why_unsupported(device), standing_of(device)
 
 
 _PROGRAM = "#include <Python.h>\n#include <vector>\nint main() { return std::vector<int>(1)[0]; }\n"

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import cpp_extension
 
+from kvcompile.compat.triton_names import machine_code
 from kvcompile.errors import PackageError, one_line
 from kvcompile.kernels.lang.launcher import Launch, instead_of_launching
 from kvcompile.kernels.lang.triton import triton
@@ -128,49 +129,42 @@ def arguments_of(launch: Launch) -> LaunchArguments:
     Raises:
         PackageError: the kernel needs more than ``launch.cpp`` gives it.
     """
-    kernel = launch.compiled
-    metadata = kernel.metadata
-    _check(metadata)
-    names = kernel.src.fn.arg_names
-    written = _distinct(tensor for name, tensor in zip(names, launch.tensors, strict=False) if name in launch.writes)
+    try:
+        code = machine_code(launch.compiled)
+    except AttributeError as error:
+        raise PackageError(
+            f"this release of Triton does not tell what a compiled kernel needs ({one_line(error)}); package the step "
+            "for a CPU, or with a release of Triton that was tested (python -m kvcompile doctor)"
+        ) from error
+    if code.needs is not None:
+        raise PackageError(f"the kernel {code.name} needs {code.needs}, which a package cannot give it")
+    written = _distinct(
+        tensor for name, tensor in zip(code.types, launch.tensors, strict=False) if name in launch.writes
+    )
     read = _distinct(tensor for tensor in launch.tensors if id(tensor) not in written)
     places = {one: place for place, one in enumerate([*read, *written])}
     alignments = {id(tensor): 16 if flag else 1 for tensor, flag in zip(launch.tensors, launch.aligned, strict=True)}
     parameters, scalars = [], []
-    for type, value in _flat([kernel.src.signature[name] for name in names], (*launch.tensors, *launch.others)):
+    for type, value in _flat(code.types.values(), (*launch.tensors, *launch.others)):
         if isinstance(value, Tensor):
             parameters.append(places[id(value)])
         elif type != "constexpr":
             parameters.append(-1)
             scalars.append(_bits(type, value))
-    cubin = kernel.asm["cubin"]
     return LaunchArguments(
         read=list(read.values()),
         written=list(written.values()),
         parameters=parameters,
         alignments=[alignments[one] for one in places],
         scalars=scalars,
-        name=metadata.name,
-        code=base64.b64encode(cubin).decode(),
-        digest=hashlib.sha256(cubin).hexdigest(),
+        name=code.name,
+        code=base64.b64encode(code.cubin).decode(),
+        digest=hashlib.sha256(code.cubin).hexdigest(),
         grid=list(launch.grid),
-        threads=32 * metadata.num_warps,
-        shared_memory=metadata.shared,
-        early=bool(getattr(metadata, "launch_pdl", False)),
+        threads=32 * code.num_warps,
+        shared_memory=code.shared_memory,
+        early=code.early,
     )
-
-
-def _check(metadata: Any) -> None:
-    """Raise PackageError if a launch needs more than a grid, shared memory and parameters."""
-    needs = {
-        "clusters of programs": tuple(getattr(metadata, "cluster_dims", (1, 1, 1))) != (1, 1, 1),
-        "a cooperative grid": getattr(metadata, "launch_cooperative_grid", False),
-        "scratch memory": getattr(metadata, "global_scratch_size", 0) > 0,
-        "descriptors of tensors": bool(getattr(metadata, "tensordesc_meta", None)),
-    }
-    missing = next((need for need, is_needed in needs.items() if is_needed), None)
-    if missing is not None:
-        raise PackageError(f"the kernel {metadata.name} needs {missing}, which a package cannot give it")
 
 
 def _distinct(tensors: Iterable[Tensor]) -> dict[int, Tensor]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from kvcompile.compat.operators import scaled_dot_product_attention
+from kvcompile.compat.operators import flex_attention, scaled_dot_product_attention
 from kvcompile.passes.graph.modules import module_name
 from kvcompile.passes.mark.calls import value_of
 from kvcompile.passes.mark.match import match_attention
@@ -70,7 +70,7 @@ def is_attention(node: Node) -> bool:
 def _is_flex(node: Node) -> bool:
     """Whether ``node`` is the output of ``flex_attention``: the first result of a higher-order operator."""
     source = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
-    return isinstance(source, Node) and source.target is torch.ops.higher_order.flex_attention
+    return isinstance(source, Node) and source.target is flex_attention
 
 
 def _read_sdpa(writer: GraphWriter, node: Node) -> Marker:

@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from kvcompile.kernels.calibrated import refusal
 from kvcompile.kernels.formats import bases
-from kvcompile.kernels.lang.launcher import why_unsupported
+from kvcompile.kernels.lang.gpus import why_unsupported
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.marker import Marker

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from decode_steps import growing_step, step
+from tiny_llama import tiny_llama
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+import kvcompile
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
 
@@ -86,6 +90,23 @@ def table_of_page() -> dict[str, tuple[int, int]]:
     return {name: (int(plain), int(packed)) for name, plain, packed in rows}
 
 
+GENERATE = "`generate()` for prompts of three lengths"
+
+
+def generate(is_packed: bool) -> None:
+    """Requests for prompts of three lengths, whose decode steps ``generate()`` compiles."""
+    model = tiny_llama(num_layers=1)
+    how: dict[str, Any] = {"cache_implementation": "static"}
+    if is_packed:
+        kvcompile.compile(model, policy="int8_per_token_head")
+    else:
+        how["compile_config"] = transformers.CompileConfig(backend="eager")
+        how["compile_config"]._compile_all_devices = True  # otherwise only on GPUs
+    for length in (9, 29, 49):
+        ids = torch.randint(97, (1, length))
+        model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, **how)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_page_has_the_number_of_graphs(name: str) -> None:
@@ -99,6 +120,31 @@ def test_the_page_has_the_number_of_graphs(name: str) -> None:
     assert table_of_page()[name] == tuple(counts)
 
 
+@pytest.mark.slow
+def test_the_page_has_the_number_of_graphs_of_generate() -> None:
+    counts = []
+    for is_packed in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        generate(is_packed)
+        counts.append(counters["stats"]["unique_graphs"])
+    assert table_of_page()[GENERATE] == tuple(counts)
+
+
 def test_only_a_plain_cache_of_the_caller_costs_another_graph() -> None:
     more = {name: packed - plain for name, (plain, packed) in table_of_page().items()}
-    assert more == dict.fromkeys(CASES, 0) | {"steps on a plain static cache of the caller": 1}
+    assert more.keys() == {*CASES, GENERATE}
+    assert [name for name, graphs in more.items() if graphs > 0] == ["steps on a plain static cache of the caller"]
+
+
+@pytest.mark.slow
+def test_two_thousand_steps_on_a_growing_cache_compile_twice_and_rarely_move_the_cache() -> None:
+    run = torch.compile(growing_step, backend="kvquant")
+    keys, values = torch.randn(2, 1, HEADS, 3, HEAD_DIM)
+    addresses = []
+    for _ in range(2000):
+        _, keys, values = run(*new(1, 1), keys, values)
+        addresses.append(keys.packed.untyped_storage().data_ptr())
+    assert keys.shape[2] == 2003
+    assert counters["stats"]["unique_graphs"] == 2
+    assert sum(before != after for before, after in pairwise(addresses)) <= 10

@@ -33,6 +33,7 @@ from kvcompile.compat import (
     recompiling,
     tensors,
     tracing,
+    triton_names,
     vector_instructions,
 )
 from kvcompile.compat.backends import ensure_registered
@@ -272,3 +273,19 @@ def test_a_choice_of_instructions_stays(chosen: dict[str, Any]) -> None:
         before = torch._inductor.config.cpp.vec_isa_ok
         vector_instructions.check_best_instructions_only()
         assert torch._inductor.config.cpp.vec_isa_ok is before
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_triton_has_the_names_that_kernels_and_packages_use() -> None:
+    assert {"is_cuda", "cuda_capability_geq"} <= set(dir(triton_names.target_info))
+    assert triton_names.gdc_wait is not None
+    assert triton_names.gdc_launch_dependents is not None
+    assert list(inspect.signature(triton.JITFunction.warmup).parameters) == ["self", "args", "grid", "kwargs"]
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_triton_reads_whether_it_is_interpreted(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert triton_names.is_interpreted() is (triton is not None and value == "1")
+    monkeypatch.delattr(triton, "knobs", raising=False)
+    assert triton_names.is_interpreted() is (triton is not None and value == "1")

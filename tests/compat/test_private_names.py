@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,15 @@ PUBLIC = {f"{module.__name__}.{name}" for module in (torch._dynamo, torch._induc
     "torch._inductor.config",
 }
 """The names that these modules export, and their documented settings."""
+
+UNDOCUMENTED = re.compile(
+    r"torch\.ops\.higher_order|triton\.(knobs|runtime|backends|compiler|tools|experimental|language\.target_info)|"
+    r"(tl|triton\.language)\.extra"
+)
+"""Names without an underscore that no documentation has."""
+
+GLUON = ("hopper.py", "hopper_tiles.py")
+"""Kernels that are written in Triton's experimental language as a whole."""
 
 READ_BY_PYTORCH = {"_boxed_call", "_stable_hash_for_caching"}
 """Names that PyTorch looks up in our classes; ``test_behaviour.py`` checks that it does."""
@@ -70,7 +80,7 @@ def foreign_name(node: ast.AST) -> list[str]:
     """``torch._a.b`` for such an expression, and the attribute or the quoted name for any other access."""
     if isinstance(node, ast.Attribute):
         full = ast.unparse(node)
-        if full.split(".")[0] in PACKAGES:
+        if full.split(".")[0] in (*PACKAGES, "tl"):
             return [full]
         return [] if node.attr in own_names() or full.split(".")[0] == "aten" else [node.attr]
     if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
@@ -84,13 +94,10 @@ def private_names(path: Path) -> Iterator[str]:
     for node in ast.walk(tree_of(path)):
         names = [name for name in imported(node) if name.split(".")[0] in PACKAGES] + foreign_name(node)
         for name in names:
-            shortened = ".".join(name.split(".")[:3])
             parts = name.split(".")
-            if (
-                any(map(is_private, parts))
-                and shortened not in PUBLIC
-                and name not in ("torch._dynamo", "torch._inductor")
-            ):
+            is_public = ".".join(parts[:3]) in PUBLIC or name in ("torch._dynamo", "torch._inductor")
+            is_undocumented = UNDOCUMENTED.match(name) is not None and path.name not in GLUON
+            if is_undocumented or (any(map(is_private, parts)) and not is_public):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
 
 
@@ -118,6 +125,9 @@ def test_no_other_room_uses_a_private_name() -> None:
         "getattr(module, '_orig_mod', module)",
         "setattr(tensor, '_dynamo_weak_dynamic_indices', {0})",
         "model._supports_default_dynamic_cache()",
+        "torch.ops.higher_order.flex_attention",
+        "triton.knobs.runtime.interpret",
+        "tl.extra.cuda.gdc_wait()",
     ],
 )
 def test_a_private_name_is_found(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from aot_compilation import CPU, INT8, RESIDUAL, SHARED_MEMORY, CountOnly, count, uses
+from aot_compilation import CPU, INT8, RESIDUAL, CountOnly, count, uses
 from formats_of_every_kind import in_turn
 from packed_bytes import empty_packed
 
@@ -122,30 +122,6 @@ def test_a_hopper_multiprocessor_has_room_for_as_many_decode_programs_as_configu
     programs, threads = config.programs_per_sm, 32 * config.num_warps
     assert programs * (kernel.metadata.shared + 1024) <= 228 * 1024  # a program reserves a kilobyte
     assert programs * threads * (kernel.metadata.maxnreg or 255) <= 64 * 1024
-
-
-FITS = [
-    (key, head_dim, q_len, capability)
-    for capability in SHARED_MEMORY
-    for key in ("float32", "bfloat16", INT8, "turboquant_3bit", "int4_per_channel" + RESIDUAL)
-    for head_dim, q_len in ((64, 1), (96, 1), (128, 1), (256, 1), (128, 64), (256, 64))
-    if (key, head_dim, q_len) != ("float32", 256, 1) or SHARED_MEMORY[capability] >= 148 << 10
-]
-WIDE_ON_SMALL = (INT8, 256, 64, 89)
-
-
-@pytest.mark.parametrize(
-    ("key", "head_dim", "q_len", "capability"),
-    [WIDE_ON_SMALL, *(pytest.param(*case, marks=pytest.mark.slow) for case in FITS if case != WIDE_ON_SMALL)],
-    indirect=["capability"],
-)
-def test_every_chosen_configuration_fits_into_the_shared_memory_of_the_device(
-    key, head_dim, q_len, capability, compiled
-):
-    attend(key, key.replace("channel", "token_head"), head_dim=head_dim, q_len=q_len, is_causal=q_len > 1)
-    for kernels in compiled.values():
-        for kernel in kernels:
-            assert kernel.metadata.shared <= SHARED_MEMORY[capability]
 
 
 SINKS_AND_SOFTCAP = {"sinks": torch.zeros(8), "softcap": 30.0}

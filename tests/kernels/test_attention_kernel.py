@@ -22,6 +22,7 @@ from kvcompile.kernels.spec.residual import holding_entries
 
 every_format = pytest.mark.parametrize("format_name", BY_TOKEN)
 INT8 = "int8_per_token_head"
+HOPPER = launcher.Multiprocessor(227 << 10, 228 << 10)
 NAN_BYTES = 0xFF  # NaN as fp32, fp16 and e4m3
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
@@ -412,9 +413,51 @@ def test_data_with_a_residual_may_have_any_strides(device):
     assert torch.equal(case.kernel(), expected)
 
 
+@pytest.mark.parametrize("format_name", ["float32", "bfloat16"])
+def test_without_room_for_a_tile_tokens_are_dequantized(format_name, device, monkeypatch):
+    monkeypatch.setattr(launcher, "capability_of", lambda device: 8)
+    monkeypatch.setattr(launcher, "multiprocessor_of", lambda device: launcher.Multiprocessor(64 << 10, 64 << 10))
+    case = Case(device, format_name, format_name, kv_len=70, head_dim=256, v_head_dim=256, dtype=torch.float32)
+    monkeypatch.setattr(launch, "_attend_decode", None)
+    case.check(torch.rand(1, case.kv_len) < 0.7)
+
+
+GPUS = {
+    "A100": (8, launcher.Multiprocessor(163 << 10, 164 << 10)),
+    "RTX 4090": (8, launcher.Multiprocessor(99 << 10, 100 << 10)),
+    "H100": (9, HOPPER),
+    "B200": (10, HOPPER),
+    "RTX 5090": (12, launcher.Multiprocessor(99 << 10, 100 << 10)),
+    "MI300": (0, launcher.Multiprocessor(64 << 10, 64 << 10, 1 << 17, 512, 64)),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "head_dim", "programs", "stages"),
+    [
+        ("turboquant_4bit", "turboquant_4bit", 128, (3, 2, 4, 4, 2, 1), (2, 2, 3, 3, 2, 2)),
+        (INT8, INT8, 128, (3, 2, 2, 2, 2, 1), (2, 2, 4, 4, 2, 2)),
+        ("turboquant_3bit", "turboquant_3bit", 128, (2, 2, 8, 8, 2, 1), (2, 2, 3, 3, 2, 2)),
+        ("bfloat16", "bfloat16", 128, (2, 1, 1, 1, 1, 1), (2, 2, 3, 3, 2, 1)),
+        ("bfloat16", "bfloat16", 256, (1, 1, 2, 1, 1, None), (2, 1, 2, 2, 1, None)),
+        ("float32", "float32", 256, (1, None, 2, 1, None, None), (1, None, 1, 1, None, None)),
+    ],
+)
+def test_programs_and_tiles_ahead_follow_from_the_shared_memory_of_a_multiprocessor(
+    key, value, head_dim, programs, stages
+):
+    found = {}
+    for name, (capability, multiprocessor) in GPUS.items():
+        key_operand = packed_operand(key, "key", head_dim, False, capability)
+        value_operand = packed_operand(value, "value", head_dim, False, capability)
+        config = attention_config(capability, multiprocessor, key_operand, value_operand, 4, False, False)
+        found[name] = (None, None) if config is None else (config.programs_per_sm, config.num_stages)
+    assert found == dict(zip(GPUS, zip(programs, stages, strict=True), strict=True))
+
+
 def test_splits_fill_one_wave_and_none_is_without_a_tile():
     key, value = (packed_operand(INT8, role, 128, False, 0) for role in ("key", "value"))
-    config = attention_config(9, 227 << 10, key, value, 4, False, False)
+    config = attention_config(9, HOPPER, key, value, 4, False, False)
     for programs in (1, 8, 64, 1000):
         for kv_len in (1, 64, 1000, 32768, 131072):
             splits = num_splits(config, programs, kv_len, 132)

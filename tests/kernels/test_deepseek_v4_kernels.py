@@ -25,6 +25,7 @@ from formats_of_every_kind import in_turn
 
 from kvcompile.kernels.deepseek_v4 import kernels
 from kvcompile.kernels.formats import ds_mla_rows as spec
+from kvcompile.kernels.lang import launcher
 
 # NumPy warns when the interpreter multiplies numbers that are not finite.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in multiply:RuntimeWarning")
@@ -36,10 +37,9 @@ BLOCK_SIZES = [1, 2, 5, 16, 64]
 @pytest.fixture(params=[pytest.param("hardware", marks=pytest.mark.gpu), "portable"])
 def conversion(request, device, monkeypatch):
     """Convert e4m3 by instructions of the GPU, or by integer arithmetic, as on GPUs without such instructions."""
-    num_sms, hardware_fp8 = kernels._device(device)
-    if request.param == "hardware" and not hardware_fp8:
+    if request.param == "hardware" and not launcher.converts_e4m3(device):
         pytest.skip("the device has no instructions for e4m3")
-    monkeypatch.setattr(kernels, "_device", lambda device: (num_sms, request.param == "hardware"))
+    monkeypatch.setattr(launcher, "converts_e4m3", lambda device: request.param == "hardware")
 
 
 def same(tensor):
@@ -172,8 +172,7 @@ def test_any_number_of_requests_shares_the_work(num_reqs, device):
 
 @pytest.mark.parametrize(("programs", "block_size"), in_turn([1, 4, 15], [5, 16]))
 def test_any_number_of_programs_gathers_all_tokens(programs, block_size, device, monkeypatch):
-    hardware_fp8 = kernels._device(device)[1]
-    monkeypatch.setattr(kernels, "_device", lambda device: (programs, hardware_fp8))
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: programs)
     monkeypatch.setattr(kernels, "WARPS_PER_SM", kernels.NUM_WARPS)
     requests = Requests.on_shuffled_pages([70, 3, 40], [61, 3, 17], block_size)
     assert_gathers_like_the_specification(requests, random_cache(requests.num_blocks, block_size), 0, device)

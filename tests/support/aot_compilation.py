@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,8 +12,10 @@ from triton.tools import disasm
 
 from kvcompile.kernels import launch
 from kvcompile.kernels.attention import launch_prefill
+from kvcompile.kernels.deepseek_v4 import kernels as deepseek_v4
 from kvcompile.kernels.gather import kernel as gather_kernel
 from kvcompile.kernels.lang import launcher
+from kvcompile.kernels.lang.launcher import Multiprocessor
 from kvcompile.kernels.latent import launch as launch_latent
 from kvcompile.kernels.store import launch as launch_store
 
@@ -20,12 +23,44 @@ CPU = torch.device("cpu")
 INT8 = "int8_per_token_head"
 RESIDUAL = "[recent=1,sinks=1,bfloat16]"
 
-SHARED_MEMORY = {
-    capability: kilobytes << 10
-    for capability, kilobytes in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()
+
+class Gpu(NamedTuple):
+    """A GPU for which kernels are compiled.
+
+    Attributes:
+        target: Triton's description of the GPU.
+        capability: the major compute capability, or 0 on AMD.
+        multiprocessor: its shared memory and registers.
+        converts_e4m3: whether it has instructions that convert fp8.
+    """
+
+    target: GPUTarget
+    capability: int
+    multiprocessor: Multiprocessor
+    converts_e4m3: bool
+
+
+def _nvidia(capability: int, of_program: int, of_multiprocessor: int) -> Gpu:
+    multiprocessor = Multiprocessor(of_program << 10, of_multiprocessor << 10)
+    return Gpu(GPUTarget("cuda", capability, 32), capability // 10, multiprocessor, capability >= 89)
+
+
+def _amd(name: str, shared_kilobytes: int) -> Gpu:
+    multiprocessor = Multiprocessor(shared_kilobytes << 10, shared_kilobytes << 10, 1 << 17, 512, 64)
+    return Gpu(GPUTarget("hip", name, 64), 0, multiprocessor, False)
+
+
+GPUS: dict[int | str, Gpu] = {
+    80: _nvidia(80, 163, 164),
+    86: _nvidia(86, 99, 100),
+    89: _nvidia(89, 99, 100),
+    90: _nvidia(90, 227, 228),
+    100: _nvidia(100, 227, 228),
+    120: _nvidia(120, 99, 100),
+    "gfx942": _amd("gfx942", 64),
 }
-"""The most bytes of shared memory of a program, by compute capability (CUDA C++ Programming Guide, technical
-specifications)."""
+"""GPUs by compute capability, or by AMD's name of the architecture. Kilobytes of shared memory of a program and of a
+multiprocessor (CUDA C++ Programming Guide, technical specifications; AMD CDNA 3 white paper)."""
 
 
 class CompileOnly:
@@ -55,26 +90,29 @@ class CountOnly:
 class NoDriver:
     """Answers what Triton asks a driver before it compiles, for a GPU that does not exist."""
 
-    def __init__(self, capability):
-        self.capability = capability
+    def __init__(self, gpu):
+        self.target = GPUS[gpu].target
 
     def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
+        return self.target
 
     def get_current_device(self):
-        return f"sm_{self.capability}"
+        return self.target.arch
 
     def get_current_stream(self, device):
         return 0
 
 
-def stand_ins(stand_in, capability, monkeypatch):
-    monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(capability))
+def stand_ins(stand_in, gpu, monkeypatch):
+    """Replace all kernels by ``stand_in(kernel)``, as if the machine had ``gpu``: their ``compiled``, by name."""
+    described = GPUS[gpu]
+    monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(gpu))
     # Triton's pattern of a line takes addresses of four digits only, and so ends the code after 64 KiB.
     monkeypatch.setattr(disasm, "FLINE_RE", re.compile(disasm.FLINE_RE.pattern.replace(r"\w{4}", r"\w{4,}", 1)))
-    monkeypatch.setattr(launcher, "capability_of", lambda device: capability // 10)
+    monkeypatch.setattr(launcher, "capability_of", lambda device: described.capability)
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 108)
-    monkeypatch.setattr(launcher, "shared_memory_of", lambda device: SHARED_MEMORY[capability])
+    monkeypatch.setattr(launcher, "multiprocessor_of", lambda device: described.multiprocessor)
+    monkeypatch.setattr(launcher, "converts_e4m3", lambda device: described.converts_e4m3)
     monkeypatch.setattr(launcher, "INTERPRETED", True)  # there is no device to switch to
     kernels = {}
     for module, names in (
@@ -86,11 +124,12 @@ def stand_ins(stand_in, capability, monkeypatch):
         (launch_prefill, "dequantize prefill_attention"),
         (launch_latent, "latent_attention hopper_latent_attention store_latents"),
         (gather_kernel, "gather"),
+        (deepseek_v4, "insert gather"),
     ):
         for name in names.split():
             kernel = stand_in(getattr(module, f"{name}_kernel"))
             monkeypatch.setattr(module, f"launch_{name}", launcher.Launcher(kernel))
-            kernels[name] = kernel.compiled
+            kernels[name if name not in kernels else f"{name}_of_pages"] = kernel.compiled
     return kernels
 
 

@@ -1,0 +1,38 @@
+"""Every kernel compiles for every GPU of the table, fits into its shared memory, and spills little; no GPU is needed.
+
+The case list is ``all_cases()`` of ``tests/support/aot_devices.py``, which also compiles all of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from aot_compilation import GPUS
+from aot_devices import HEAD_DIMS, OF_FORMATS, Case, all_cases, faults
+
+from kvcompile.kernels.lang.triton import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
+
+
+def sampled() -> list[Case]:
+    """For each GPU and head_dim a case of each call, with another format each; and the cases without a format."""
+    cases, found = all_cases(), []
+    for turn, (gpu, head_dim) in enumerate((gpu, head_dim) for gpu in GPUS for head_dim in HEAD_DIMS):
+        for place, call in enumerate(OF_FORMATS):
+            fitting = [case for case in cases if case[:2] == (gpu, call) and case.arguments[2] == head_dim]
+            found.append(fitting[(5 * turn + 9 * place) % len(fitting)])
+    return [*found, *(case for case in cases if not case.arguments)]
+
+
+BY_DEFAULT = Case(89, "prompt", ("int8_per_token_head", "int8_per_token_head", 256))
+"""A wide head on a GPU with little shared memory."""
+
+
+@pytest.mark.parametrize(
+    "case", [BY_DEFAULT, *(pytest.param(case, marks=pytest.mark.slow) for case in sampled())], ids=str
+)
+def test_every_kernel_fits_the_gpu(case: Case) -> None:
+    assert faults(case, case.compile()) == []
