@@ -117,6 +117,8 @@ def attention(
         partial, lse, splits = _attend_decode(call, out, decode, with_lse=with_lse)
     else:
         attend = _attend_latents if is_latent else attend_prefill
+        if float32 and not is_latent:
+            call = _dequantizing(call, k_format, v_format)
         partial, lse, count = attend(call, out, with_lse=with_lse)
         splits = Splits(count)
         value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # not rotated: values were dequantized
@@ -180,6 +182,26 @@ def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data
         return operand_of(layout, data, float32), 1.0
     ptx = launcher.capability_of(data.device)
     return operand_and_scale(spec, role, head_dim, float32, ptx, is_reference(data))
+
+
+def _dequantizing(call: AttentionCall, k_format: str, v_format: str) -> AttentionCall:
+    """A call in float32, with descriptions of its caches for :func:`attend_prefill`."""
+    key = value = _operand_to_read(k_format, "key", call.key.head_dim, torch.float32, call.k_data)[0]
+    if call.value is not call.key:
+        value = _operand_to_read(v_format, "value", call.value.head_dim, torch.float32, call.v_data)[0]
+    return call._replace(key=key, value=value)
+
+
+def _operand_to_read(
+    spec: str, role: Role, head_dim: int, dtype: torch.dtype, data: Tensor
+) -> tuple[PackedOperand, float]:
+    """The description of ``data`` for dequantizing it to ``dtype``, and its static scale.
+
+    Rotated levels are exact in half precision, and their products are summed in float32. A matrix in float32 would take
+    more shared memory than a GPU has, if it rotates 256 channels.
+    """
+    float32 = dtype == torch.float32 and not _layout(spec, role, head_dim).format.rotated
+    return operand_and_scale(spec, role, head_dim, float32, launcher.capability_of(data.device), is_reference(data))
 
 
 def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
@@ -271,10 +293,7 @@ def _exact_operands(
 
 def dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, spec: str, role: Role, head_dim: int) -> Tensor:
     """:func:`kvcompile.kernels.spec.packing.read_tokens` on a GPU, in ``dtype``; contiguous."""
-    # Rotated levels are exact in half precision, and their products are summed in float32.
-    float32 = dtype == torch.float32 and not _layout(spec, role, head_dim).format.rotated
-    ptx = launcher.capability_of(data.device)
-    operand, static_scale = operand_and_scale(spec, role, head_dim, float32, ptx, is_reference(data))
+    operand, static_scale = _operand_to_read(spec, role, head_dim, dtype, data)
     _, batch, num_kv_heads, _ = data.shape
     out = torch.empty((batch, num_kv_heads, num_tokens, head_dim), dtype=dtype, device=data.device)
     if out.numel() == 0:

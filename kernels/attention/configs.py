@@ -108,8 +108,10 @@ def attention_config(
         return replace(config, num_stages=min(config.num_stages, num_tiles))
     itemsize = 4 if float32 or key.tile_bits == 32 else 2
     other_nbytes = SCRATCH_NBYTES + config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
-    # Packed codes become levels in registers. Floats pass through shared memory once more.
-    if max(key.tile_bits, value.tile_bits) >= 16:
+    # Packed codes become levels in registers. Floats pass through shared memory once more, and so do levels in float32
+    # that have been multiplied by scales.
+    scaled_levels = float32 and any(operand.granularity != "token" for operand in (key, value))
+    if scaled_levels or max(key.tile_bits, value.tile_bits) >= 16:
         other_nbytes += _tile_nbytes(config, key, value, least_bits=32 if float32 else 0)
     else:
         other_nbytes += tile_nbytes if config.num_stages == 1 else 0

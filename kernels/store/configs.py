@@ -48,6 +48,8 @@ def store_tiles(capability: int, operand: PackedOperand, num_tokens: int, num_he
         return StoreTiles(1, 1, 1, 1, None)
     tokens = operand.block_tokens
     num_warps = max(4, operand.padded_head_dim // 32)  # up to 64 elements per thread
+    if _has_gathered_planes(operand) and operand.padded_head_dim >= 128 and capability != 9:
+        num_warps = 8  # values spill in four warps
     num_tiles = ceil_div(num_tokens, tokens)
     # A program of several tiles makes its rotation matrix once. But there must be enough programs to fill the device.
     tiles_per_program = max(1, min(4, num_tiles * num_heads // (32 * num_sms)))
@@ -61,6 +63,10 @@ def _hopper_registers(operand: PackedOperand) -> int:
     16 warps are 8 to 15 % faster otherwise. Values spill if a rotation does not run on tensor cores, if planes are
     gathered, or if scales are per channel.
     """
-    is_gathered = operand.num_planes > 1 and operand.head_dim != operand.padded_head_dim
     rotates_slowly = operand.rotated and operand.padded_head_dim > 128
-    return 168 if is_gathered or rotates_slowly or operand.granularity == "channel" else 128
+    return 168 if _has_gathered_planes(operand) or rotates_slowly or operand.granularity == "channel" else 128
+
+
+def _has_gathered_planes(operand: PackedOperand) -> bool:
+    """Whether the planes of a vector are gathered, because its padding lies between them."""
+    return operand.num_planes > 1 and operand.head_dim != operand.padded_head_dim

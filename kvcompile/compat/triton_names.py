@@ -51,12 +51,13 @@ def direct_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., No
     for hooks (profilers) even if there are none. Without one of the names it is ``compiled[grid]``, which also takes
     addresses.
     """
-    usual, run = compiled[grid], getattr(compiled, "run", None)
-    runtime, driver = _found("knobs", "runtime"), _found("runtime", "driver", "active")
-    names = (compiled, "packed_metadata"), (compiled, "function"), (driver, "get_current_stream")
-    if run is None or not all(hasattr(*name) for name in names):
+    usual = compiled[grid]
+    if not all(hasattr(compiled, name) for name in ("run", "packed_metadata", "function")):
         return usual
-    device = driver.get_current_device()
+    runtime, driver = _found("knobs", "runtime"), _found("runtime", "driver", "active")
+    if not hasattr(driver, "get_current_stream"):
+        return usual
+    run, device = compiled.run, driver.get_current_device()
 
     def launch(*arguments: Any) -> None:
         if _has_hooks(runtime):

@@ -27,12 +27,16 @@ def sampled() -> list[Case]:
     return [*found, *(case for case in cases if not case.arguments)]
 
 
-BY_DEFAULT = Case(89, "prompt", ("int8_per_token_head", "int8_per_token_head", 256))
-"""A wide head on a GPU with little shared memory."""
+BY_DEFAULT = (
+    Case(89, "prompt", ("int8_per_token_head", "int8_per_token_head", 256)),
+    Case(90, "float32 prompt", ("turboquant_4bit", "turboquant_4bit", 256)),
+    Case("gfx942", "step", ("turboquant_4bit", "turboquant_4bit", 128)),
+)
+"""A wide head on a GPU with little shared memory, a wide rotation, and a GPU of AMD."""
 
 
 @pytest.mark.parametrize(
-    "case", [BY_DEFAULT, *(pytest.param(case, marks=pytest.mark.slow) for case in sampled())], ids=str
+    "case", [*BY_DEFAULT, *(pytest.param(case, marks=pytest.mark.slow) for case in sampled())], ids=str
 )
 def test_every_kernel_fits_the_gpu(case: Case) -> None:
     assert faults(case, case.compile()) == []

@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.tools import disasm
 
 from kvcompile.kernels import launch
-from kvcompile.kernels.attention import launch_prefill
+from kvcompile.kernels.attention import launch_prefill, new_tokens
 from kvcompile.kernels.deepseek_v4 import kernels as deepseek_v4
 from kvcompile.kernels.gather import kernel as gather_kernel
 from kvcompile.kernels.lang import launcher
@@ -122,6 +122,7 @@ def stand_ins(stand_in, gpu, monkeypatch):
             "store store_pair store_few store_few_pair place_tokens copy_tags store_blocks last_token store_header",
         ),
         (launch_prefill, "dequantize prefill_attention"),
+        (new_tokens, "new_tokens"),
         (launch_latent, "latent_attention hopper_latent_attention store_latents"),
         (gather_kernel, "gather"),
         (deepseek_v4, "insert gather"),

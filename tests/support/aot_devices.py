@@ -33,6 +33,7 @@ from kvcompile.kernels.deepseek_v4 import kernels as deepseek_v4
 from kvcompile.kernels.formats import FORMATS, ds_mla_rows
 from kvcompile.kernels.gather import kernel as gather_kernel
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.new_tokens import NewTokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels_by_gpu.json"
 HEAD_DIMS = (64, 96, 128, 256)
@@ -54,7 +55,7 @@ precision."""
 KV_LEN = 1000
 RESERVED = 1 << 10
 """Bytes of shared memory that a GPU reserves for each program."""
-MOST_SPILLED = {"step": 160, "float32 step": 4096, "prompt": 768, "store": 1024}
+MOST_SPILLED = {"step": 160, "float32 step": 4096, "prompt": 768, "float32 prompt": 1200, "store": 1024}
 """Bytes of a thread that kernels of a call may keep in memory; 0 for other calls. Most are far below: only rotations of
 256 channels, and products of float32 with such wide heads, need more registers than there are."""
 
@@ -122,11 +123,18 @@ def compile_float32_step(key: str, value: str, head_dim: int) -> None:
     launch.attention(query, *data, None, None, KV_LEN, False, 0.1, 0.0, *(x.spec for x in layouts), head_dim)
 
 
-def compile_prompt(key: str, value: str, head_dim: int) -> None:
-    """A causal prompt."""
+def compile_prompt(key: str, value: str, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A causal prompt, which attends to its own tokens exactly."""
     layouts, data = _caches(key, value, head_dim)
-    query = torch.zeros(1, 8, 64, head_dim, dtype=torch.bfloat16)
-    launch.attention(query, *data, None, None, KV_LEN, True, 0.1, 0.0, *(x.spec for x in layouts), head_dim)
+    new = NewTokens(torch.zeros(1, 2, 64, head_dim, dtype=dtype), torch.arange(64))
+    query = torch.zeros(1, 8, 64, head_dim, dtype=dtype)
+    launch.attention(
+        query, *data, None, None, KV_LEN, True, 0.1, 0.0, *(x.spec for x in layouts), head_dim,
+        new_keys=new, new_values=new,
+    )  # fmt: skip
+
+
+compile_float32_prompt = functools.partial(compile_prompt, dtype=torch.float32)
 
 
 def compile_stores(key: str, value: str, head_dim: int) -> None:
@@ -172,12 +180,13 @@ CALLS: dict[str, Callable[..., None]] = {
     "step": compile_step,
     "float32 step": compile_float32_step,
     "prompt": compile_prompt,
+    "float32 prompt": compile_float32_prompt,
     "store": compile_stores,
     "gather": compile_gathers,
     "latents": compile_latents,
     "DeepSeek-V4": compile_deepseek_v4,
 }
-OF_FORMATS = ("step", "float32 step", "prompt", "store", "gather")
+OF_FORMATS = ("step", "float32 step", "prompt", "float32 prompt", "store", "gather")
 
 
 class Case(NamedTuple):
