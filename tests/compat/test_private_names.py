@@ -36,6 +36,9 @@ GLUON = ("hopper.py", "hopper_tiles.py")
 READ_BY_PYTORCH = {"_boxed_call", "_stable_hash_for_caching"}
 """Names that PyTorch looks up in our classes; ``test_behaviour.py`` checks that it does."""
 
+OF_PYTHON = {"_replace"}
+"""Documented names of Python's named tuples."""
+
 DEPYF = ROOT / "kvcompile" / "debugging" / "depyf.py"
 """Changes private functions of depyf, for ``debug()`` only."""
 
@@ -63,8 +66,9 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
 
 @functools.cache  # not when the tests are collected, which every worker does
 def own_names() -> set[str]:
-    """The names of this package, and names that PyTorch reads in it."""
-    return {name for path in FILES if path.parent != ROOM for name in defined_in(tree_of(path))} | READ_BY_PYTORCH
+    """The names of this package, names that PyTorch reads in it, and documented names of Python."""
+    own = {name for path in FILES if path.parent != ROOM for name in defined_in(tree_of(path))}
+    return own | READ_BY_PYTORCH | OF_PYTHON
 
 
 def imported(node: ast.AST) -> list[str]:
