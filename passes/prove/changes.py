@@ -48,6 +48,14 @@ def is_overwritten(base: Node) -> bool:
     return any(user.target is aten.copy_.default and user.args[0] is base for user in base.users)
 
 
+def is_written_before(repetition: Node) -> bool:
+    """Whether ``repetition`` repeats a sequence that was written or selected before: only an input can be repeated."""
+    node = repetition.args[0]
+    while keeps_values(node):
+        node = node.args[0]
+    return node.target in WRITE_OPS
+
+
 def change_after(root: Node, base: Node) -> Node | None:
     """The first write after ``root``, if a later state of it is written back to ``base`` or returned."""
     copied = [user.args[1] for user in base.users if user.target is aten.copy_.default and user.args[0] is base]

@@ -44,6 +44,7 @@ from kvcompile.passes.prove.changes import (
     count_uses,
     is_new_rows,
     is_overwritten,
+    is_written_before,
     keeps_values,
     leads_to,
     permutations_of,
@@ -208,7 +209,7 @@ class CacheFinder:
         cache = Cache(read.root, role, kind, base, writes, axes, read.axes, write_back, in_growing_buffer)
         pool = next((state for state in states if state.target is POOL_VIEW), None)
         cache.pool_axes = pool.args[2] if pool is not None else None
-        cache.repeats_sequence = any(state.target in REPETITIONS for state in states)
+        cache.repeats_sequence = any(state.target in REPETITIONS and not keeps_values(state) for state in states)
         if kind == "static":
             cache.last_change = self._shifted(read) or self._reorder_after(read)
         elif kind == "functional":
@@ -234,7 +235,8 @@ class CacheFinder:
         writes: list[CacheWrite] = []
         while True:
             is_returned = node in self.outputs or node in self.windows
-            if (keeps_values(node) or repeats_sequence(node, axes)) and not is_returned:
+            repeats = repeats_sequence(node, axes) and not is_written_before(node)
+            if (keeps_values(node) or repeats) and not is_returned:
                 node, axes = node.args[0], axes_before(node, axes)
             elif (node.target in WRITE_OPS and not (is_returned and is_new_rows(node))) or self._is_move(node, writes):
                 write = _write_of(node, axes, role)

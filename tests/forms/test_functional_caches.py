@@ -271,6 +271,20 @@ def test_a_prefix_is_repeated_for_a_batch_and_stays_unchanged(step: Step) -> Non
         assert torch.equal(cache, plain)
 
 
+def selected_prefix(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Any:
+    second, pos = torch.tensor([1]), torch.arange(3, 3 + q.shape[2])
+    keys, values = (x[second].expand(BATCH, -1, -1, -1).index_copy(2, pos, y) for x, y in ((keys, k), (values, v)))
+    return attend(q, keys, values, None), keys, values
+
+
+@pytest.mark.parametrize("step", [written_from_a_prefix, selected_prefix])
+def test_caches_of_several_sequences_do_not_repeat_the_first(step: Step) -> None:
+    (q, k, v), given = rows(2), caches(batch=BATCH)
+    found, expected = compiled(step, LOSSLESS)(q, k, v, *given), step(q, k, v, *given)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(dense(one), other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("growing", [True, False])
 def test_the_bytes_of_a_packed_prefix_are_repeated(growing: bool) -> None:
     prefix = packed(caches(batch=1), growing=growing)

@@ -208,6 +208,12 @@ def test_a_reorder_has_many_spellings(form: Callable[..., Any], reorder: Reorder
     check(form, reorder, LOSSLESS, packed(plain, LOSSLESS, growing=form in GROWN), plain)
 
 
+@pytest.mark.parametrize("form", [returned_after, grown_after])
+def test_a_reorder_that_expands_a_whole_cache_repeats_no_sequence(form: Callable[..., Any]) -> None:
+    plain = plain_caches(62 if form in GROWN else MAX_LEN)  # take_along_dim expands the cache to its own shape
+    check(form, by_take_along_dim, LOSSLESS, [x.clone() for x in plain], plain)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("policy", ["int8_per_token_head", "int4"])
