@@ -26,7 +26,10 @@ from kvcompile.passes.refusal import Reason, Refusal
 aten = torch.ops.aten
 
 _ROTATING = LIST_OPS | {aten.select.int, aten.view_as_complex.default, aten.view_as_real.default}
-_OVER_CHANNELS = (aten.mean.dim, aten.sum.dim_IntList)
+_OVER_CHANNELS = (
+    *(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default),
+    aten.var_mean.correction,  # of a layer norm
+)
 
 
 def read_computed_keys(marker: Node, value: Read, is_cache: Callable[[Node], bool]) -> ComputedRead | None:
@@ -97,9 +100,10 @@ def _keeps_vectors_apart(node: Node) -> bool:
     """Whether each vector of the result is computed from the vectors of one token and head."""
     if node.target in VIEW_OPS or node.target in _ROTATING or node.target is operator.getitem:
         return True
-    rank = len(shape_of(node))
-    if node.target is aten.cat.default:
-        return bool(arguments(node)[1] >= rank - 1)
     if node.target in _OVER_CHANNELS:
         return arguments(node)[1] in ([-1], [len(shape_of(node.args[0])) - 1])
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False  # several tensors, as from a sort or from another graph
+    if node.target is aten.cat.default:
+        return bool(arguments(node)[1] >= len(shape_of(node)) - 1)
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -60,6 +60,10 @@ def normalise_and_rotate(x: Tensor, pos: Tensor) -> Tensor:
     return rotate_halves(normalise(x, pos), pos)
 
 
+def layer_norm(x: Tensor, pos: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
 COMPUTED = (
     rotate_halves,
     rotate_pairs,
@@ -67,6 +71,7 @@ COMPUTED = (
     rotate_last_channels,
     normalise,
     normalise_and_rotate,
+    layer_norm,
 )
 
 
@@ -233,6 +238,18 @@ def other_tokens_take_part(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values
     return attend(q, keys + torch.cat([keys[:, :, -1:], keys[:, :, :-1]], 2), values, pos)
 
 
+def tokens_are_sorted(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    return attend(q, keys.sort(2).values, values, pos)
+
+
+def another_graph_computes_the_keys(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor
+) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    return attend(q, torch.cond(pos[0] > 0, lambda x: x * 2, lambda x: x + 1, (keys,)), values, pos)
+
+
 def keys_are_computed_from_the_values(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor
 ) -> Tensor:
@@ -249,6 +266,8 @@ UNSAFE: dict[Step, str] = {
     the_values_are_computed_too: "computed_from_cache",
     other_heads_take_part: "computed_from_cache",
     other_tokens_take_part: "computed_from_cache",
+    tokens_are_sorted: "computed_from_cache",
+    another_graph_computes_the_keys: "computed_from_cache",
     keys_are_computed_from_the_values: "computed_from_cache",
 }
 
