@@ -108,11 +108,13 @@ def attention_config(
         return replace(config, num_stages=min(config.num_stages, num_tiles))
     itemsize = 4 if float32 or key.tile_bits == 32 else 2
     other_nbytes = SCRATCH_NBYTES + config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
-    # Packed codes become levels in registers. Floats pass through shared memory once more, and so do levels in float32
-    # that have been multiplied by scales.
+    # Packed codes become levels in registers. Floats pass through shared memory once more, and so do levels that have
+    # been multiplied by scales.
     scaled_levels = float32 and any(operand.granularity != "token" for operand in (key, value))
     if scaled_levels or max(key.tile_bits, value.tile_bits) >= 16:
         other_nbytes += _tile_nbytes(config, key, value, least_bits=32 if float32 else 0)
+    elif "group" in (key.granularity, value.granularity):
+        other_nbytes += _tile_nbytes(config, key, value, least_bits=16) // 2  # of keys or of values
     else:
         other_nbytes += tile_nbytes if config.num_stages == 1 else 0
     return _with_room(config, tile_nbytes, other_nbytes, multiprocessor)
@@ -166,7 +168,9 @@ def _tuned_config(
         most = 32 if mask_per_row or padded_head_dim > 128 else 64
         return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
     config = PORTABLE
-    if padded_head_dim <= 128 and key is not value:
+    # Scales of groups are one for each few levels, and large tiles of them spill.
+    has_groups = "group" in (key.granularity, value.granularity)
+    if padded_head_dim <= 128 and key is not value and (capability == 9 or not has_groups):
         kind = (ROWS_OF_ANOTHER.get(capability, capability), key.tile_bits, value.tile_bits)
         config = DECODE.get(kind, PORTABLE)
         if rows <= 4 and key.multiplies_integers:
