@@ -168,9 +168,7 @@ def _tuned_config(
         most = 32 if mask_per_row or padded_head_dim > 128 else 64
         return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
     config = PORTABLE
-    # Scales of groups are one for each few levels, and large tiles of them spill.
-    has_groups = "group" in (key.granularity, value.granularity)
-    if padded_head_dim <= 128 and key is not value and (capability == 9 or not has_groups):
+    if padded_head_dim <= 128 and key is not value and not _spills_tuned(capability, key, value):
         kind = (ROWS_OF_ANOTHER.get(capability, capability), key.tile_bits, value.tile_bits)
         config = DECODE.get(kind, PORTABLE)
         if rows <= 4 and key.multiplies_integers:
@@ -182,6 +180,16 @@ def _tuned_config(
         config = PORTABLE
     # For 16-bit keys Triton's loop has a sixth more instructions with 4 rows than with 8.
     return replace(config, rows=4) if rows <= 4 and key.tile_bits < 16 else config
+
+
+def _spills_tuned(capability: int, key: PackedOperand, value: PackedOperand) -> bool:
+    """Whether the tuned configuration spills: scales of groups are as many as the levels of a plane, in float32.
+
+    On Hopper it keeps 10 KiB of a thread in memory for ``int4_per_group_128``, and the portable one nothing; with 8
+    bits, which have one plane, it keeps 64 bytes.
+    """
+    has_groups = "group" in (key.granularity, value.granularity)
+    return has_groups and (capability != 9 or min(key.tile_bits, value.tile_bits) < 8)
 
 
 # Latents, by (compute capability, query rows of a program). A product of warpgroups on Hopper has at least 64 rows,
