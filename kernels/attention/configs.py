@@ -200,17 +200,22 @@ LATENTS = {
     (9, 64): AttentionConfig(64, 64, num_warps=8, num_stages=2, programs_per_sm=1),
 }
 PORTABLE_LATENTS = AttentionConfig(16, 32, num_stages=1)
+PORTABLE_LATENTS_NBYTES = 72 << 10
+"""Shared memory of a program of this configuration: its query, and the tile in bfloat16."""
 # The kernel in Gluon adds warps to the four that are launched: a multiprocessor has room for one program.
 WARP_SPECIALIZED_LATENTS = AttentionConfig(64, 64, programs_per_sm=1)
 FLOAT32_LATENTS = AttentionConfig(16, 16, num_stages=1, programs_per_sm=1)
 
 
 @functools.cache
-def latent_config(capability: int, rows: int, float32: bool, has_gluon: bool) -> AttentionConfig:
+def latent_config(
+    capability: int, multiprocessor: Multiprocessor, rows: int, float32: bool, has_gluon: bool
+) -> AttentionConfig:
     """The configuration of attention on latents.
 
     Args:
         capability: the major compute capability; 0 for other devices.
+        multiprocessor: the sizes of a multiprocessor.
         rows: query rows per sequence.
         float32: whether products are computed in float32.
         has_gluon: whether :mod:`kvcompile.kernels.latent.hopper` can be compiled.
@@ -219,7 +224,9 @@ def latent_config(capability: int, rows: int, float32: bool, has_gluon: bool) ->
         return FLOAT32_LATENTS
     if capability == 9 and has_gluon:
         return WARP_SPECIALIZED_LATENTS
-    return LATENTS.get((capability, 16 if rows <= 16 else 64), PORTABLE_LATENTS)
+    tuned = LATENTS.get((capability, 16 if rows <= 16 else 64))
+    room = multiprocessor.shared_memory // (PORTABLE_LATENTS_NBYTES + RESERVED_NBYTES)
+    return tuned or replace(PORTABLE_LATENTS, programs_per_sm=max(1, min(PORTABLE_LATENTS.programs_per_sm, room)))
 
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:

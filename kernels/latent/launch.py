@@ -45,7 +45,9 @@ def config_of(call: AttentionCall) -> AttentionConfig:
     """The launch configuration of :func:`attend_latents`, which also selects the kernel."""
     rows = call.group_size * call.query.shape[2]
     has_gluon = launch_hopper_latent_attention is not None
-    return latent_config(launcher.capability_of(call.query.device), rows, call.query.dtype == torch.float32, has_gluon)
+    device, float32 = call.query.device, call.query.dtype == torch.float32
+    capability, multiprocessor = launcher.capability_of(device), launcher.multiprocessor_of(device)
+    return latent_config(capability, multiprocessor, rows, float32, has_gluon)
 
 
 def attend_latents(

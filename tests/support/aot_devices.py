@@ -55,7 +55,7 @@ precision."""
 KV_LEN = 1000
 RESERVED = 1 << 10
 """Bytes of shared memory that a GPU reserves for each program."""
-MOST_SPILLED = {"step": 384, "float32 step": 4096, "prompt": 256, "float32 prompt": 1200, "store": 512}
+MOST_SPILLED = {"step": 384, "float32 step": 4096, "prompt": 256, "float32 prompt": 1200, "store": 512, "latents": 64}
 """Bytes of a thread that kernels of a call may keep in memory; 0 for other calls."""
 MOST_SPILLED_IN_WIDE_HEADS = 1024
 """The same for 256 channels, whose rotation, or whose scales of groups, need more registers than there are."""
@@ -224,7 +224,7 @@ class Case(NamedTuple):
 def most_spilled(case: Case) -> int:
     """Bytes of a thread that the kernels of a case may keep in memory."""
     most = MOST_SPILLED.get(case.call, 0)
-    return max(most, MOST_SPILLED_IN_WIDE_HEADS) if most and case.arguments[2] == 256 else most
+    return max(most, MOST_SPILLED_IN_WIDE_HEADS) if case.arguments[2:] == (256,) and most else most
 
 
 def faults(case: Case, kernels: Iterable[Resources]) -> list[str]:
