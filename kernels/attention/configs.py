@@ -107,7 +107,8 @@ def attention_config(
         num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
         return replace(config, num_stages=min(config.num_stages, num_tiles))
     itemsize = 4 if float32 or key.tile_bits == 32 else 2
-    other_nbytes = SCRATCH_NBYTES + config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
+    shared_nbytes = SCRATCH_NBYTES + config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
+    other_nbytes = shared_nbytes
     # Packed codes become levels in registers. Floats pass through shared memory once more, and so do levels that have
     # been multiplied by scales.
     scaled_levels = float32 and any(operand.granularity != "token" for operand in (key, value))
@@ -117,7 +118,22 @@ def attention_config(
         other_nbytes += _tile_nbytes(config, key, value, least_bits=16) // 2  # of keys or of values
     else:
         other_nbytes += tile_nbytes if config.num_stages == 1 else 0
-    return _with_room(config, tile_nbytes, other_nbytes, multiprocessor)
+    exact_nbytes = 0
+    if key.num_entries + value.num_entries > 0:
+        exact_nbytes = shared_nbytes + _exact_nbytes(config, key, value, float32)
+    return _with_room(config, tile_nbytes, other_nbytes, exact_nbytes, multiprocessor)
+
+
+def _exact_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOperand, float32: bool) -> int:
+    """Shared memory for exact rows: 16 for each warp, of keys and values in float32, else of one of them.
+
+    Rows that are exact for one operand only are decoded to float32 for the other one.
+    """
+    rows = 16 * config.num_warps
+    if float32:
+        return rows * 4 * (key.padded_head_dim + value.padded_head_dim)
+    itemsize = 2 if key.num_entries == value.num_entries else 4
+    return rows * itemsize * max(key.padded_head_dim, value.padded_head_dim)
 
 
 def _tile_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOperand, least_bits: int) -> int:
@@ -127,7 +143,7 @@ def _tile_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOpera
 
 
 def _with_room(
-    config: AttentionConfig, tile_nbytes: int, other_nbytes: int, multiprocessor: Multiprocessor
+    config: AttentionConfig, tile_nbytes: int, other_nbytes: int, exact_nbytes: int, multiprocessor: Multiprocessor
 ) -> AttentionConfig | None:
     """The configuration with as many programs, and as many tiles loaded ahead, as a multiprocessor has room for.
 
@@ -137,6 +153,7 @@ def _with_room(
         config: for a multiprocessor that may have more shared memory.
         tile_nbytes: bytes of a tile that is loaded ahead.
         other_nbytes: shared memory of a program besides such tiles.
+        exact_nbytes: shared memory of a program after its last tile, when it attends to exact blocks.
         multiprocessor: its sizes.
 
     Returns:
@@ -147,10 +164,9 @@ def _with_room(
     most = max(1, min(config.programs_per_sm, multiprocessor.registers // (threads * registers)))
     for least_stages in (min(2, config.num_stages), 1):  # a tile is loaded ahead, if possible
         for programs in range(most, 0, -1):
-            of_program = multiprocessor.shared_memory // programs - RESERVED_NBYTES
-            room = min(multiprocessor.of_program, of_program) - other_nbytes
-            stages = min(config.num_stages, 1 + room // max(1, tile_nbytes))
-            if stages >= least_stages:
+            of_program = min(multiprocessor.of_program, multiprocessor.shared_memory // programs - RESERVED_NBYTES)
+            stages = min(config.num_stages, 1 + (of_program - other_nbytes) // max(1, tile_nbytes))
+            if stages >= least_stages and of_program >= exact_nbytes:
                 left = multiprocessor.registers // (threads * programs)
                 limit = None if left >= multiprocessor.registers_of_thread else config.max_registers
                 return replace(config, programs_per_sm=programs, num_stages=stages, max_registers=limit)
