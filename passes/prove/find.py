@@ -209,7 +209,7 @@ class CacheFinder:
         cache = Cache(read.root, role, kind, base, writes, axes, read.axes, write_back, in_growing_buffer)
         pool = next((state for state in states if state.target is POOL_VIEW), None)
         cache.pool_axes = pool.args[2] if pool is not None else None
-        cache.repeats_sequence = any(state.target in REPETITIONS and not keeps_values(state) for state in states)
+        cache.repeats_sequence = any(map(_repeats, states))
         if kind == "static":
             cache.last_change = self._shifted(read) or self._reorder_after(read)
         elif kind == "functional":
@@ -449,6 +449,11 @@ def _holds_tokens(root: Node) -> bool:
         return root.op == "placeholder"
     first = first_state(root)
     return first.op == "placeholder" or _is_zeros(first)
+
+
+def _repeats(state: Node) -> bool:
+    """Whether ``state`` repeats the sequence before it; an expansion to the same size does not."""
+    return state.target in REPETITIONS and not keeps_values(state)
 
 
 def _find_write_back(node: Node, base: Node, axes: str, axes_of_base: str) -> Node | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from fuzz.drive_text import ALIASED, CHANGES_SIZE, KEEPS_SIZE, MEMORY, OF_ANY
+from fuzz.masked_text import CHOSEN, PLACES, REORDERS, WAYS
 from fuzz.program import (
     EXTENDED,
     FUNCTIONAL,
@@ -23,6 +24,7 @@ from fuzz.program import (
     Attention,
     Layer,
     Program,
+    Reorder,
     Sizes,
     Step,
     Write,
@@ -90,7 +92,19 @@ def writes(draw: st.DrawFn, kind: str, axes: str, tokens: tuple[int, ...], twist
     if values == "wide" and form not in (*BY_START, "shift"):
         values = "plain"  # PyTorch casts in copies only
     through_view = draw(st.booleans()) and "m" not in axes and (twisted or form not in NOT_THROUGH_VIEWS)
-    return Write(form, positions, through_view, values)
+    mask, way = "all", "new"
+    if kind in OF_FIXED_SIZE and not lossy and draw(st.integers(0, 3)) == 3:
+        mask, way = draw(st.sampled_from(list(CHOSEN))), draw(st.sampled_from(WAYS))
+    return Write(form, positions, through_view, values, mask, way)
+
+
+@st.composite
+def reorders(draw: st.DrawFn, axes: str) -> Reorder | None:
+    """A reorder in a quarter of all layers whose caches have sequences."""
+    if "b" not in axes or draw(st.integers(0, 3)) < 3:
+        return None
+    place, form = draw(st.sampled_from(PLACES)), draw(st.sampled_from(list(REORDERS)))
+    return Reorder(place, form, draw(st.sampled_from(("kv", "k", "v"))), draw(st.booleans()))
 
 
 @st.composite
@@ -146,7 +160,9 @@ def layers(
     twists = [name for name in twists if "m" not in axes or name not in SCATTERED]
     safe = [name for name in twists if TWISTS[name].is_safe and (name != "written_twice" or kind in OF_FIXED_SIZE)]
     twist = draw(st.sampled_from(twists)) if has_twist else draw(usually("none", safe))
-    return Layer(kind, axes, key, value, draw(st.booleans()), draw(attentions(kind, axes, sizes)), twist)
+    value_first, attention = draw(st.booleans()), draw(attentions(kind, axes, sizes))
+    reorder = draw(reorders(axes)) if kind != READ_ONLY or twisted else None
+    return Layer(kind, axes, key, value, value_first, attention, twist, reorder)
 
 
 @st.composite

@@ -272,6 +272,8 @@ class _Drive:
         yield f"q, k, v = {', '.join(of_new)}"
         if "pos" in given or "mask" in given:
             yield f"pos = new.range({self.start}, {self.start + n})"
+        if "beams" in given:
+            yield f"beams = new.beams({self.batch})"
         if "mask" in given:
             layer = next(layer for layer in program.layers if layer.attention.mask_is_argument)
             total = sizes.tokens if layer.kind not in POOLS else -(-sizes.tokens // BLOCK_SIZE) * BLOCK_SIZE

@@ -81,6 +81,10 @@ class New:
     def order(self, count: int) -> Tensor:
         return torch.randperm(count, generator=self.generator).to(self.device)
 
+    def beams(self, count: int) -> Tensor:
+        """Sequences, some of them repeatedly."""
+        return torch.randint(count, (count,), generator=self.generator).to(self.device)
+
     def table(self, batch: int, blocks: int) -> Tensor:
         """A block table in which every sequence has separate blocks, and block 0 belongs to no sequence."""
         return 1 + self.order(batch * blocks).view(batch, blocks)

@@ -29,12 +29,33 @@ class Write:
         positions: a key of ``step_text.POSITIONS``.
         through_view: whether the write goes through a view [batch, heads, tokens, head_dim] of the stored tensor.
         values: how the new vectors are computed, a key of ``step_text.VALUES``.
+        mask: the tokens that are written, a key of ``masked_text.CHOSEN``; ``all`` for all of them.
+        way: where the mask is, one of ``masked_text.WAYS``.
     """
 
     form: str
     positions: str = "given"
     through_view: bool = False
     values: str = "plain"
+    mask: str = "all"
+    way: str = "new"
+
+
+@dataclass(frozen=True)
+class Reorder:
+    """How a layer reorders the sequences of its caches.
+
+    Attributes:
+        place: one of ``masked_text.PLACES``.
+        form: a key of ``masked_text.REORDERS``.
+        roles: ``kv``, ``k`` or ``v``: the caches that it reorders.
+        of_stack: whether it reorders the tensor that holds keys and values, if there is one.
+    """
+
+    place: str
+    form: str = "index_select"
+    roles: str = "kv"
+    of_stack: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +94,7 @@ class Layer:
         value_first: whether values are written before keys.
         attention: how its queries attend.
         twist: a key of ``twists.TWISTS``: something that a proof must see. ``none`` for none.
+        reorder: how it reorders sequences; None for no reorder.
     """
 
     kind: str
@@ -82,6 +104,7 @@ class Layer:
     value_first: bool
     attention: Attention
     twist: str = "none"
+    reorder: Reorder | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +173,11 @@ class Program:
     def is_safe(self) -> bool:
         """Whether kvcompile should pack all its caches: nothing in it hinders a proof.
 
-        Packed keys cannot serve as values, so steps after a ``swap`` are refused.
+        Packed keys cannot serve as values, so steps after a ``swap`` are refused. Masked writes and reorders are packed
+        in most forms, but not in all; ``tests/forms`` has those that must be.
         """
         swaps = any(step.before == "swap" for step in self.steps)
-        return not swaps and self.memory == "own" and all(TWISTS[layer.twist].is_safe for layer in self.layers)
+        plain = all(layer.reorder is None and layer.key.mask == layer.value.mask == "all" for layer in self.layers)
+        return (
+            plain and not swaps and self.memory == "own" and all(TWISTS[layer.twist].is_safe for layer in self.layers)
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuzz.masked_text import masked, reorder
 from fuzz.places import HEADS_FIRST, heads_first, index, stored_order
 from fuzz.program import (
     BLOCK_SIZE,
@@ -148,7 +149,7 @@ def stored_names(program: Program) -> list[str]:
 def arguments(program: Program, body: str) -> list[str]:
     """The parameters of ``step``, as far as ``body`` uses them."""
     first = {"dict": ["c"], "module": [], "arguments": []}[program.holder]
-    given = [name for name in ("pos", "start", "mask", "table") if _uses(body, name)]
+    given = [name for name in ("pos", "start", "mask", "table", "beams") if _uses(body, name)]
     last = stored_names(program) if program.holder == "arguments" else []
     base = ["base"] if any(TWISTS[layer.twist].needs_base for layer in program.layers) else []
     return [*first, "q", "k", "v", *given, *last, *base]
@@ -186,12 +187,12 @@ def _layer(program: Program, number: int) -> list[str]:
     }
     if layer.kind in POOLS:
         lines += [f"slots = table[:, pos // {BLOCK_SIZE}] * {BLOCK_SIZE} + pos % {BLOCK_SIZE}"]
-    lines += twist.text("before", names)
+    lines += twist.text("before", names) + _reorder(program, number, "before")
     writes = [_write(program, layer, key, "k", layer.key), _write(program, layer, value, "v", layer.value)]
     for write in reversed(writes) if layer.value_first else writes:
         lines += write
     names |= {"keys": _viewed(layer, key), "values": _viewed(layer, value)}
-    lines += twist.text("written", names)
+    lines += _reorder(program, number, "written") + twist.text("written", names)
     lines += [f"keys = {twist.read_as.format(x=_read(program, layer, key))}"]
     lines += [f"values = {twist.read_as.format(x=_read(program, layer, value))}"]
     lines += twist.text("read", names)
@@ -200,7 +201,7 @@ def _layer(program: Program, number: int) -> list[str]:
         for name, write in ((key, layer.key), (value, layer.value)):
             if write.form == "keep_the_last":
                 lines += [f"{name} = {name}[{index(layer.axes, t=f'-{KEEP}:')}]"]
-    lines += twist.text("after", names)
+    lines += _reorder(program, number, "after") + twist.text("after", names)
     lines += ["q = q + out"]
     return lines
 
@@ -223,7 +224,21 @@ def _write(program: Program, layer: Layer, name: str, new: str, write: Write) ->
         to = Target(name, layer.axes, vectors, vectors, positions)
     else:
         to = Target(name, layer.axes, stored_order(vectors, layer.axes), vectors, positions)
-    return [*lines, *FORMS[layer.kind][form](to)]
+    write_to = FORMS[layer.kind][form]
+    if write.mask != "all":
+        return [*lines, *masked(to, form, write.mask, write.way, write_to)]
+    return [*lines, *write_to(to)]
+
+
+def _reorder(program: Program, number: int, place: str) -> list[str]:
+    layer = program.layers[number]
+    how = layer.reorder
+    if how is None or how.place != place:
+        return []
+    if program.stack != "none" and how.of_stack:
+        axes = layer.axes[:1] + "s" + layer.axes[1:] if program.stack == "second" else "s" + layer.axes
+        return [reorder(f"kv{number}", axes, how.form, False)]
+    return [reorder(f"{role}{number}", layer.axes, how.form, layer.kind in RETURNED) for role in how.roles]
 
 
 def _read(program: Program, layer: Layer, name: str) -> str:
