@@ -25,13 +25,7 @@ in the model                          in the functional graph
 A mask may leave out tokens of each of these writes, by ``where`` between the written cache and the cache before, or
 between new vectors and those that they would replace (:mod:`kvcompile.passes.prove.masked`).
 
-Some writes move the tokens of the cache instead of writing new ones, as a full window does:
-
-- ``roll`` along the tokens, or ``cache[:, :, index]`` with as many tokens as before, is
-  ``index(cache, [None, None, source])``.
-- ``cache[:, :, :-n] = cache[:, :, n:].clone()`` is a ``slice_scatter`` of a slice of the same cache.
-- ``cache[:, :, a:b]`` of a growing cache, before or after the ``cat``, is ``slice(cache, ...)``.
-
+Some writes move the tokens of the cache instead of writing new ones (:mod:`kvcompile.passes.prove.moves`).
 Others reorder sequences (:mod:`kvcompile.passes.prove.reorders`).
 """
 
@@ -47,13 +41,11 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout.axes import heads_first, size_along
-from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.passes.graph.aten import (
     arguments,
     computed_alike,
     same_sizes,
     shape_of,
-    sliced_by,
     views_alike,
 )
 from kvcompile.passes.graph.cast_to_cache import converted
@@ -73,6 +65,8 @@ from kvcompile.passes.prove.masked import (
     place_of_read,
     place_of_tokens,
 )
+from kvcompile.passes.prove.moves import index_of_tokens, shift_of_tokens, slice_of_tokens
+from kvcompile.passes.prove.positions import first_of_slice, num_tokens_of, wrapped
 from kvcompile.passes.prove.reorders import match_reorder
 from kvcompile.passes.refusal import Reason, Refusal
 
@@ -98,7 +92,7 @@ def match_slice(node: Node, axes: str) -> CacheWrite | None:
 
     Returns None if it is not a slice of tokens.
     """
-    return _with_later_sizes(lambda: _match_slice(node, axes))
+    return _with_later_sizes(lambda: slice_of_tokens(node, axes))
 
 
 def _with_later_sizes(match: Callable[[], CacheWrite | None]) -> CacheWrite | None:
@@ -135,10 +129,6 @@ def _whole(node: Node, axes: str, n: Any) -> list[Any]:
     return shape
 
 
-def _num_tokens(node: Node, axes: str) -> Any:
-    return shape_of(node)[axes.index("t")]
-
-
 def _has_size_1(shape: Sequence[Any], axes: str) -> bool:
     """Whether heads and channels have size 1, so that a tensor of this shape has one number for each token."""
     return all(statically_known_true(size_along(shape, axes, axis) == 1) for axis in "hd")
@@ -173,30 +163,6 @@ def _write(
     return CacheWrite(node, base, form, axes, own, normalise)
 
 
-def _move(
-    node: Node, base: Node, form: str, axes: str, source: Callable[..., Tensor], *args: Any, own: tuple[Node, ...] = ()
-) -> CacheWrite:
-    """The move whose source positions ``source`` computes from ``args``."""
-
-    def normalise(graph: Graph) -> Normalised:
-        return None, inline(graph, source, *materialise(graph, args)), None
-
-    return CacheWrite(node, base, form, axes, own, normalise, moves=True)
-
-
-def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
-    """Positions counted from the first. Negative positions count from the end, as in Python.
-
-    A position outside the cache becomes a position behind its packed data. The last block may have room for more
-    tokens than the model's cache, and a write there must not go unnoticed. Behind the data, the store checks bounds:
-    generated C++ raises, and the Triton store writes nothing.
-    """
-    positions = positions.long()
-    positions = torch.where(positions < 0, positions + num_tokens, positions)
-    inside = (positions >= 0) & (positions < num_tokens)
-    return torch.where(inside, positions, num_tokens + BLOCK_TOKENS)
-
-
 def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
     base, indices, value, accumulate = arguments(node)
     indices = _padded(indices, axes)
@@ -207,7 +173,7 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
     others = {axis: other for axis, other in zip(axes, indices, strict=True) if axis != "t" and other is not None}
     if index is None or index.meta["val"].dtype == torch.bool:
         raise _refuse(node, role, "no integer index along the token dimension")
-    num_tokens = _num_tokens(base, axes)
+    num_tokens = num_tokens_of(base, axes)
     rank = index.meta["val"].dim()
     batch = size_along(shape_of(base), axes, "b")
 
@@ -293,11 +259,11 @@ def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     own: tuple[Node, ...] = ()
     if part.target is aten.slice_scatter.default and axes[arguments(part)[2]] == "b" and _is_put_back(node, part):
         written, own, first_sequence = part, (part, part.args[0]), _first_sequence(part, axes, role)
-    shift = _match_shift(node, axes)
+    shift = shift_of_tokens(node, axes, *_source(node))
     if shift is not None:
         return shift
     value, read = _source(written)
-    num_tokens = _num_tokens(base, axes)
+    num_tokens = num_tokens_of(base, axes)
 
     def normalise(x: Tensor, first: Any, *shape: Any) -> tuple[Tensor, Tensor, None]:
         x = heads_first(x.expand(shape), axes)
@@ -311,27 +277,10 @@ def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
         fits = placed is not None and same_sizes(placed.base, shape_of(written.args[1]))
         return placed if fits and computed_alike([first, step], [put_first, put_step]) else None
 
-    first, shape = _first_of_slice(start, num_tokens), shape_of(written.args[1])
+    first, shape = first_of_slice(start, num_tokens), shape_of(written.args[1])
     own = (*own, *read)
     write = _write(node, base, "slice_scatter", axes, normalise, value, first, *shape, own=own, role=role, reads=reads)
     return write if first_sequence is None else _of_some_sequences(write, first_sequence)
-
-
-def _match_shift(node: Node, axes: str) -> CacheWrite | None:
-    """Neighbouring tokens of a cache that are copied to another place in it; None for another write."""
-    value, read = _source(node)
-    base, first = _slice_of_tokens(value, axes)
-    if base is not node.args[0] or not same_sizes(shape_of(value), shape_of(node.args[1])):
-        return None
-    num_tokens, n = _num_tokens(base, axes), _num_tokens(value, axes)
-    to = _first_of_slice(arguments(node)[3], num_tokens)
-    device = node.meta["val"].device
-
-    def source(first: Any, to: Any, n: Any) -> Tensor:
-        copied, place = (wrapped(torch.arange(n, device=device) + begin, num_tokens) for begin in (first, to))
-        return torch.arange(num_tokens, device=device).index_put([place], copied)
-
-    return _move(node, base, "shift", axes, source, first, to, n, own=(*sliced_by(value), *read))
 
 
 def _match_some_sequences(node: Node, axes: str, role: str) -> CacheWrite:
@@ -364,16 +313,10 @@ def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
     start, _, step = arguments(scatter)[3:]
     if step != 1:
         raise _refuse(scatter, role, "it writes sequences that are not neighbours")
-    first = _first_of_slice(start, shape_of(scatter)[axes.index("b")])
+    first = first_of_slice(start, shape_of(scatter)[axes.index("b")])
     if not statically_known_true((first.meta["val"] if isinstance(first, Node) else first) >= 0):
         raise _refuse(scatter, role, "the first sequence that it writes may be counted from the last")
     return first
-
-
-def _first_of_slice(start: Any, size: Any) -> Any:
-    """The first index of a slice. If it is a node, it may be negative and count from the end."""
-    start = 0 if start is None else start
-    return torch.sym_max(start + size, 0) if isinstance(start, int) and start < 0 else start
 
 
 def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
@@ -381,7 +324,7 @@ def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     if axes[axis] != "t":
         raise _refuse(node, role, f"it writes one index of dimension {axis}")
     value, own = _source(node)
-    num_tokens = _num_tokens(base, axes)
+    num_tokens = num_tokens_of(base, axes)
     shape = shape_of(node.args[1])
 
     def normalise(x: Tensor, position: Any) -> tuple[Tensor, Tensor, None]:
@@ -401,12 +344,12 @@ def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     base, axis, index, value = arguments(node)
     if axes[axis] != "t":
         raise _refuse(node, role, f"it scatters along dimension {axis}")
-    n = _num_tokens(index, axes)
+    n = num_tokens_of(index, axes)
     shape = varying_shape(index)
     whole = _whole(node, axes, n)
     if not _has_size_1(shape, axes) or not same_sizes(shape_of(index), whole):
         raise _refuse(node, role, "its index may differ between heads or channels of a token")
-    num_tokens = _num_tokens(base, axes)
+    num_tokens = num_tokens_of(base, axes)
     batch = size_along(shape, axes, "b")
     all_batches = (1, size_along(whole, axes, "b"))
     if not statically_known_true(size_along(shape, axes, "t") == n) or not any(
@@ -442,7 +385,7 @@ def _match_where(node: Node, axes: str, role: str) -> CacheWrite | None:
     shape = [1] * (len(axes) - len(varying)) + varying
     if not _has_size_1(shape, axes):
         raise _refuse(node, role, MASK_DIFFERS)
-    num_tokens = _num_tokens(base, axes)
+    num_tokens = num_tokens_of(base, axes)
 
     def of_tokens(m: Tensor) -> Tensor:
         """Whether each token is written, [batch or 1, tokens or 1]."""
@@ -473,7 +416,7 @@ def _match_choice(
     if not write.writes_tokens or write.form == "cat":
         raise _refuse(node, role, f"its mask chooses where {operation(inner)} changes the cache")
     own = (*own, inner, *write.own, *views)
-    return chosen_write(node, base, write, of_tokens, _num_tokens(base, axes), own)
+    return chosen_write(node, base, write, of_tokens, num_tokens_of(base, axes), own)
 
 
 def _match_cat(node: Node, axes: str, role: str) -> CacheWrite | None:
@@ -488,47 +431,12 @@ def _match_cat(node: Node, axes: str, role: str) -> CacheWrite | None:
         x = heads_first(x, axes)
         return x, torch.arange(x.shape[2], device=x.device) + length, None
 
-    return _write(node, base, "cat", axes, normalise, value, _num_tokens(base, axes))
+    return _write(node, base, "cat", axes, normalise, value, num_tokens_of(base, axes))
 
 
 def _match_index(node: Node, axes: str, role: str) -> CacheWrite | None:
-    """Tokens of a cache in another order, with as many tokens as before, or sequences; None for another index."""
-    reorder = match_reorder(node, axes)
-    if reorder is not None:
-        return reorder
-    base, indices = node.args
-    token_axis = axes.index("t")
-    index = indices[token_axis] if len(indices) > token_axis else None
-    if index is None or len(shape_of(node)) != len(axes) or any(i is not None and i is not index for i in indices):
-        return None
-    num_tokens = _num_tokens(base, axes)
-    is_vector = index.meta["val"].dim() == 1 and index.meta["val"].dtype != torch.bool
-    if not is_vector or not statically_known_true(_num_tokens(node, axes) == num_tokens):
-        return None
-    return _move(node, base, "index", axes, lambda source: wrapped(source, num_tokens), index)
-
-
-def _slice_of_tokens(node: Node, axes: str) -> tuple[Node | None, Any]:
-    """(tensor, first token) if ``node`` is a slice of neighbouring tokens or a copy of one; else (None, None)."""
-    chain = sliced_by(node)
-    if chain and len(shape_of(node)) == len(axes):
-        base, axis, start, _, step = arguments(chain[-1])
-        if axes[axis] == "t" and step == 1:
-            return base, _first_of_slice(start, _num_tokens(base, axes))
-    return None, None
-
-
-def _match_slice(node: Node, axes: str) -> CacheWrite | None:
-    base, first = _slice_of_tokens(node, axes)
-    if base is None:
-        return None
-    num_tokens, n = _num_tokens(base, axes), _num_tokens(node, axes)
-    device = node.meta["val"].device
-
-    def source(first: Any, n: Any) -> Tensor:
-        return wrapped(torch.arange(n, device=device) + first, num_tokens)
-
-    return _move(node, base, "slice", axes, source, first, n, own=sliced_by(node)[1:])
+    """Sequences of a cache, or its tokens in another order; None for another index."""
+    return match_reorder(node, axes) or index_of_tokens(node, axes)
 
 
 def returned_rows(node: Node, axes: str) -> CacheWrite:

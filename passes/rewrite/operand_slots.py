@@ -14,8 +14,8 @@ from torch.fx.node import map_arg
 
 from kvcompile.passes.graph.aten import CASTS, RESHAPES, SAME_OPS, shape_of
 from kvcompile.passes.graph.inline import inline
+from kvcompile.passes.prove.positions import wrapped
 from kvcompile.passes.prove.reads import Read
-from kvcompile.passes.prove.writes import wrapped
 
 
 def insert_operand_slots(graph: Graph, read: Read) -> Node:

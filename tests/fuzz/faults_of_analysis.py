@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuzz.fault import Fault, Faulty, collecting, nothing
 from kvcompile.passes.canonical import drop_whole_copies
-from kvcompile.passes.prove import find, reads, settle, writes
+from kvcompile.passes.prove import find, moves, reads, settle, writes
 from kvcompile.passes.stacks import analyse
 
 aten = torch.ops.aten
@@ -151,7 +151,7 @@ def positions_are_off_by_one(original: Faulty) -> Faulty:
     return lambda positions, num_tokens: original((positions + 1) % num_tokens, num_tokens)
 
 
-@fault(writes, "_first_of_slice")
+@fault(writes, "first_of_slice")
 def slices_begin_at_the_first_index(original: Faulty) -> Faulty:
     return lambda start, size: 0
 
@@ -221,12 +221,12 @@ def the_sequences_of_new_vectors_are_reversed(original: Faulty) -> Faulty:
     return lambda x, axes: original(x, axes).flip(0)
 
 
-@fault(writes, "_match_shift")
+@fault(writes, "shift_of_tokens")
 def a_shift_of_tokens_is_read_as_new_tokens(original: Faulty) -> Faulty:
     return nothing(original)
 
 
-@fault(writes, "_move")
+@fault(moves, "_move")
 def tokens_move_one_place_too_far(original: Faulty) -> Faulty:
     def faulty(node: Any, base: Any, form: str, axes: str, source: Faulty, *args: Any, **kwargs: Any) -> Any:
         return original(node, base, form, axes, lambda *values: source(*values).roll(1, 0), *args, **kwargs)

@@ -109,7 +109,7 @@ def caches_may_get_a_size_that_only_data_determine(original: Faulty) -> Faulty:
     return lambda node: False
 
 
-@fault(writes, "_first_of_slice")
+@fault(writes, "first_of_slice")
 def slices_begin_one_token_after_a_position_from_data(original: Faulty) -> Faulty:
     def faulty(start: Any, size: Any) -> Any:
         if not isinstance(start, Node):
