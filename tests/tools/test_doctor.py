@@ -8,6 +8,7 @@ import shlex
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kvcompile.cli import doctor_checks
@@ -66,6 +67,28 @@ def test_doctor_notes_that_a_newer_torch_was_not_tested(monkeypatch: pytest.Monk
     (check,) = [check for check in run_json()["checks"] if check["name"] == "torch"]
     assert check["status"] == "note"
     assert "newer than" in check["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("why", "standing", "status", "remedy", "runs"),
+    [
+        (None, "tested", "ok", "", "Triton kernels"),
+        (None, "compiled", "note", "was compiled for such a GPU, but not tested on one", "Triton kernels"),
+        (None, "not compiled", "note", "kvcompile was not tested", "Triton kernels"),
+        ("kernels need 8.0", "refused", "note", "kernels need 8.0; caches on this GPU stay plain", "caches stay plain"),
+    ],
+)
+def test_doctor_says_what_is_known_about_a_gpu(
+    why: str | None, standing: str, status: str, remedy: str, runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor_checks, "_has_gpu", lambda: True)
+    monkeypatch.setattr(doctor_checks, "_standing", lambda device: ("a GPU", why, standing))
+    data = run_json()
+    (check,) = [check for check in data["checks"] if check["name"] == "GPU"]
+    assert (check["status"], check["found"]) == (status, "a GPU")
+    assert remedy in check["remedy"]
+    assert data["devices"][0]["runs"].startswith(runs)
 
 
 def test_doctor_lists_the_tested_releases() -> None:
