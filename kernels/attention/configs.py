@@ -91,7 +91,7 @@ def attention_config(
     mask_per_row: bool,
     float32: bool,
 ) -> AttentionConfig | None:
-    """The configuration of :func:`kvcompile.kernels.attention.decode.attention_kernel`; None if no tile fits.
+    """The configuration of :func:`kvcompile.kernels.attention.decode.attention_kernel`; None if none serves the device.
 
     Args:
         capability: the major compute capability; 0 for other devices.
@@ -120,6 +120,8 @@ def attention_config(
         other_nbytes += tile_nbytes if config.num_stages == 1 else 0
     exact_nbytes = 0
     if key.num_entries + value.num_entries > 0:
+        if float32 and capability == 10:
+            return None  # Triton 3.7 fails on this kernel for sm_100 (``ConvertNVGPUToLLVM``)
         exact_nbytes = shared_nbytes + _exact_nbytes(config, key, value, float32)
     return _with_room(config, tile_nbytes, other_nbytes, exact_nbytes, multiprocessor)
 

@@ -455,6 +455,12 @@ def test_programs_and_tiles_ahead_follow_from_the_shared_memory_of_a_multiproces
     assert found == dict(zip(GPUS, zip(programs, stages, strict=True), strict=True))
 
 
+def test_exact_tokens_and_float32_queries_are_dequantized_on_blackwell():
+    """Triton 3.7 cannot compile their decode kernel."""
+    both = (packed_operand(INT8 + BOTH, role, 128, True, 10) for role in ("key", "value"))
+    assert attention_config(10, HOPPER, *both, 4, False, True) is None
+
+
 def test_splits_fill_one_wave_and_none_is_without_a_tile():
     key, value = (packed_operand(INT8, role, 128, False, 0) for role in ("key", "value"))
     config = attention_config(9, HOPPER, key, value, 4, False, False)
