@@ -110,7 +110,7 @@ def _with_later_sizes(match: Callable[[], CacheWrite | None]) -> CacheWrite | No
     return write and replace(write, normalise=normalise)
 
 
-MASK_DIFFERS = "its mask differs between heads or channels of a token"
+MASK_DIFFERS = "its mask may differ between heads or channels of a token"
 
 
 def _dtype(node: Node) -> torch.dtype:
