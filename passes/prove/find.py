@@ -406,7 +406,7 @@ class CacheFinder:
 
         It is ``user`` or, if ``user`` is a view, a user of that view. The known ways are:
 
-        - ``user`` is in ``understood``.
+        - ``user`` is in ``understood``. A view that nobody understands must not be what it writes.
         - It computes keys or values from the cache.
         - It asks for a size.
         - Only originals of sites that read the cache depend on it. They are erased if these sites are rewritten. If one
@@ -414,7 +414,10 @@ class CacheFinder:
         - It is the marker of such a site, and reads ``node`` as its key or value and as nothing else.
         - It is a view with known uses only.
         """
-        if user in understood or user in cache.computing or user.target in SIZE_OPS:
+        is_known = node is cache.root or node in understood
+        if user in understood and (is_known or user is cache.write_back or node not in user.args[1:]):
+            return None
+        if user in cache.computing or user.target in SIZE_OPS:
             return None
         if user in self.originals and self.originals[user] <= cache.readers:
             return None

@@ -88,6 +88,22 @@ def test_every_form_of_write_to_transposed_keys_is_packed(policy: str) -> None:
         assert torch.equal(cache.dequantize(), dense(other)), name
 
 
+def test_tokens_that_move_within_a_view_of_their_cache_leave_it_plain() -> None:
+    def step(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        for view in (keys.mT, values.mT):
+            view[:, :, :-5] = view[:, :, 5:].clone()
+        return F.scaled_dot_product_attention(q, keys.mT, values.mT, enable_gqa=True)
+
+    q, caches = torch.randn(B, H, 1, D), [torch.randn(B, KV, D, S) for _ in range(2)]
+    expected_caches = [x.clone() for x in caches]
+    run = torch.compile(step, backend="kvquant", options={"policy": LOSSLESS})
+    with kvcompile.collect_reports() as report:
+        out = run(q, *caches)
+    torch.testing.assert_close(out, step(q, *expected_caches), rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(x, y) for x, y in zip(caches, expected_caches, strict=True))
+    assert [site.reason is not None for site in report.sites] == [True]
+
+
 def bloom(q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, ...], start: int) -> tuple[Tensor, ...]:
     """Keys [B * H, D, S] and values [B * H, S, D] that grow by ``cat``, under ALiBi's biases."""
     n = q.shape[2]
