@@ -52,7 +52,7 @@ def check_case(ranks: list[dict[str, Any]], name: str, policy: str) -> None:
         assert result["bytes"] == 64 * blocks * program.BATCH * program.KV_HEADS * BYTES_PER_TOKEN[policy]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_all_ranks_give_the_answers_of_one_process_and_hold_a_part_of_the_cache(ranks: list[dict[str, Any]]) -> None:
     for name, policy in program.CASES:
         check_case(ranks, name, policy)

@@ -42,7 +42,7 @@ def decode_step_code(preset: str, device: str, num_layers: int = 1) -> tuple[str
 
 
 # On CPUs kernels/test_reference_attention.py checks the code of the other formats.
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("preset", "device"),
     cases_by_device(

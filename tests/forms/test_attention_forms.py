@@ -124,6 +124,7 @@ def make_mask(case: Case, pos: Tensor, batch: int) -> Tensor | None:
     return mask
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "device"),
     cases_by_device(
@@ -184,7 +185,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 def test_chunks_of_any_length_share_one_symbolic_graph(device: str, two_threads: None) -> None:
     torch._dynamo.reset()

@@ -158,6 +158,7 @@ def test_prefill_and_64_decode_steps_compile_at_most_three_times_and_a_second_ca
     assert num_graphs[0] == num_graphs[1] <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("begin", "counts"), [(100, [1] * 30), pytest.param(0, [100, *[1] * 30], marks=pytest.mark.slow)]
 )

@@ -350,6 +350,7 @@ def test_a_returned_cache_can_be_saved_and_copied(tmp_path: Any) -> None:
         assert torch.equal(other.layers[0].keys.packed, cache.layers[0].keys.packed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_a_cache_that_the_caller_passes_is_used_and_packed_by_the_first_compiled_step(
     kind: str, made: list[Any]

@@ -84,6 +84,7 @@ def compiled_llama() -> Any:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize(
     "arguments",

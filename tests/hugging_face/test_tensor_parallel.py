@@ -37,7 +37,7 @@ def of_ranks(checkpoint: Path, device: str) -> Any:
     return run_on_ranks("tensor_parallel_program.py", WORLD_SIZE, device, checkpoint / "ranks.pt", checkpoint)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_every_rank_packs_its_heads_and_logits_equal_those_of_one_process(
     checkpoint: Path, device: str, of_ranks: Any
 ) -> None:

@@ -43,6 +43,7 @@ def logits_of(call: Any, cache: Any) -> Tensor:
     return torch.cat([call(input_ids=ids, past_key_values=cache).logits for ids in prompt.split(STEPS, dim=1)], 1)
 
 
+@pytest.mark.sampled(2)
 def test_weights_and_caches_are_quantized_together(model: Any) -> None:
     cache = packed_cache(model)
     compiled = torch.compile(model, backend="kvquant", options={"on_unsupported": "error"})

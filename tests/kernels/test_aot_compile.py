@@ -51,6 +51,7 @@ def main_loop(kernel, also="MMA"):
     raise AssertionError(f"no loop with tensor core products and {also}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("format_name", "capability"),
     [(INT8, 80), ("turboquant_4bit", 90), *(pytest.param(*case, marks=pytest.mark.slow) for case in
@@ -171,6 +172,7 @@ def test_layers_with_different_static_scales_share_their_kernels(counted):
     assert len(launch.launch_attention.compiled) == len(launch_store.launch_store.compiled) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "options"),
     [
@@ -216,6 +218,7 @@ def test_keys_with_scales_per_channel_and_a_per_row_mask_compile(q_len, group_si
     assert len(compiled["attention"]) == 1
 
 
+@pytest.mark.sampled(3)
 @every_variant
 def test_every_kind_of_attention_compiles(options, compiled):
     attend("turboquant_4bit", INT8, **options)

@@ -26,6 +26,7 @@ def instructions(kernel):
     return {name: names.count(name) for name in set(names)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("block_size", "capability"), in_turn([2, 5, 64], [90, 80]), indirect=["capability"])
 def test_the_kernels_compile_to_wide_accesses_without_spills(block_size, compiled):
     requests = Requests.on_shuffled_pages([130, 4], [70, 4], block_size)

@@ -355,6 +355,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled(2)
 @every_kind(COMPILED)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_encoding_gives_the_same_bytes_and_compiled_decoding_the_same_values(fmt):

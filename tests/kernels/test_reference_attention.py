@@ -288,6 +288,7 @@ def test_one_graph_serves_every_cache_length_capacity_and_batch(q_len):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value"),
     [

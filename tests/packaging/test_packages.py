@@ -186,6 +186,7 @@ def test_every_kind_of_format_is_packaged(policy: str, tmp_path: Path) -> None:
     assert generate(step, PROMPT, 8) == expected_tokens(policy, 8)
 
 
+@pytest.mark.slow
 @inductor_config.patch(CHEAPER)
 def test_a_prompt_of_strided_tensors_that_fills_more_than_half_of_a_cache_is_packaged(tmp_path: Path) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:

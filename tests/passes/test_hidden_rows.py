@@ -151,6 +151,7 @@ def test_layers_that_share_a_mask_look_for_its_hidden_rows_once(rewritten_graphs
     assert reductions(rewritten_graphs[0]) == 1
 
 
+@pytest.mark.slow
 def test_generated_code_keeps_nan_too() -> None:
     out, expected = both(filled_with_infinity, arguments())
     assert expected.isnan().sum() == 2 * 2 * 16
