@@ -23,19 +23,13 @@ from kvcompile.benching.measuring import time_steps
 from kvcompile.benching.random_bases import with_random_bases
 from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, default_formats, parse_formats, relative_error
 from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.kernels.spec.packing import read_tokens
-from kvcompile.kernels.spec.residual import header_of
+from kvcompile.kernels.spec.packing import pack_tokens, read_tokens
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.packed.tokens import pack_in_chunks
 
 
 def specified(x: Tensor, layout: PackedLayout) -> Tensor:
     """``x``, [batch, num_kv_heads, tokens, head_dim], packed and decoded by the plain-PyTorch specification."""
-    cache = PackedTensor.zeros(x.shape, x.dtype, layout, device=x.device)
-    pack_in_chunks(cache.packed[layout.header_blocks :], layout, x)
-    if layout.residual is not None:
-        cache.packed[: layout.header_blocks].copy_(header_of(layout, x))
-    return read_tokens(cache.packed, layout, x.shape[2])
+    return read_tokens(pack_tokens(layout, x), layout, x.shape[2])
 
 
 def temporaries(run: Callable[[], Any]) -> int:

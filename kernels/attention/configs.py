@@ -103,7 +103,7 @@ def attention_config(
     """
     config = _tuned_config(capability, key, value, rows, mask_per_row, float32)
     tile_nbytes = _tile_nbytes(config, key, value, least_bits=0)
-    if capability == 9:
+    if capability == 9:  # its rows were measured with this rule
         num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
         return replace(config, num_stages=min(config.num_stages, num_tiles))
     itemsize = 4 if float32 or key.tile_bits == 32 else 2

@@ -62,10 +62,10 @@ def own_turns(split, num_splits, num_tiles, ITEMS: tl.constexpr):
         offset = tl.where(busy > 0, TILES_OF_ITEM * width, 0)
         early = tl.minimum(tl.cdiv(tl.maximum(num_tiles - (split - busy), 0), width), TILES_OF_ITEM)
         early = tl.where((busy > 0) & (split >= busy), early, 0)
-    later = (num_tiles - split - offset + num_splits - 1) // num_splits  # 0 or less without a tile
+    own = (num_tiles - split - offset + num_splits - 1) // num_splits  # 0 or less without a tile
     if ITEMS > 0:
-        later = early + tl.maximum(later, 0)
-    return later, early, width, offset
+        own = early + tl.maximum(own, 0)
+    return own, early, width, offset
 
 
 @jit

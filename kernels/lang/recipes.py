@@ -52,7 +52,7 @@ _DESCRIBES = {
 """The functions of PyTorch that a call with a recipe may use. None reads or writes values, unless a view is a copy."""
 
 _NEW, _ONCE = object(), object()
-"""Stand for a recipe if the arguments came never, or once. None stands for a call that cannot be repeated."""
+"""Take the place of a recipe if such arguments were never seen, or once. None marks a call that cannot be repeated."""
 
 
 class _Place(NamedTuple):
@@ -208,7 +208,7 @@ class Repeated:
 
 
 def _look_of(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All of ``arguments`` that a recipe depends on, hashable; None if a tensor only stands for another one."""
+    """What a recipe depends on, hashable; None if one of ``arguments`` is a fake tensor or another subclass."""
     look: list[Any] = []
     for x in arguments:
         if type(x) in PLAIN_TENSORS:

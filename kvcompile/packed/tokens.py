@@ -72,16 +72,16 @@ def pack(data: Tensor, layout: PackedLayout, x: Tensor, num_written: Tensor | No
 def _launch_pack(data: Tensor, layout: PackedLayout, x: Tensor) -> None:
     """:func:`pack` on a GPU, without the header."""
     blocks, without_header = data[layout.header_blocks :], replace(layout, residual=None)
-    positions = torch.arange(x.shape[2], device=x.device)
+    num_tokens = x.shape[2]
     if layout.format.granularity != "channel":
-        launch_write(blocks, without_header, x, positions)
+        launch_write(blocks, without_header, x, torch.arange(num_tokens, device=x.device))
         return
     # The last block may have tokens that no one writes. They share its scales.
-    whole = x.shape[2] // BLOCK_TOKENS * BLOCK_TOKENS
+    whole = num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
     if whole > 0:
         store_whole_blocks(blocks, x[:, :, :whole], without_header)
-    if whole < x.shape[2]:
-        launch_write(data, layout, x[:, :, whole:], positions[whole:])
+    if whole < num_tokens:
+        launch_write(data, layout, x[:, :, whole:], torch.arange(whole, num_tokens, device=x.device))
 
 
 def pack_in_chunks(blocks: Tensor, layout: PackedLayout, x: Tensor) -> None:

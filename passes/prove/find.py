@@ -406,7 +406,7 @@ class CacheFinder:
 
         It is ``user`` or, if ``user`` is a view, a user of that view. The known ways are:
 
-        - ``user`` is in ``understood``. A view that nobody understands must not be what it writes.
+        - ``user`` is in ``understood``, and does not write ``node``, unless ``node`` is understood, too.
         - It computes keys or values from the cache.
         - It asks for a size.
         - Only originals of sites that read the cache depend on it. They are erased if these sites are rewritten. If one

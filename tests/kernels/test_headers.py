@@ -13,6 +13,8 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
 from kvcompile.kernels.spec.packing import pack_tokens
 from kvcompile.kernels.spec.residual import header_of
 from kvcompile.kernels.store.launch import store_header, store_whole_blocks
+from kvcompile.packed import tokens
+from kvcompile.packed.tensor import PackedTensor
 
 BATCH, HEADS, HEAD_DIM = 2, 3, 24
 RESIDUALS = [
@@ -85,3 +87,16 @@ def test_whole_blocks_of_tokens_that_share_scales_get_the_bytes_of_the_specifica
     store_whole_blocks(data, x.transpose(1, 2).contiguous().transpose(1, 2).to(device), layout)
     assert_same_sections(layout, data[:-1].cpu(), expected, device)
     assert (data[-1] == 77).all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 130])
+@pytest.mark.parametrize("format_name", ["int4_per_channel", "int8_per_token_head"])
+def test_a_packed_cache_has_the_bytes_of_the_specification(format_name, num_tokens, device, monkeypatch):
+    layout = PackedLayout(format_name, "key", 32, Residual(1, 1, torch.bfloat16))
+    x = torch.randn(BATCH, HEADS, num_tokens, 32, dtype=torch.bfloat16)
+    expected = PackedTensor.from_dense(x, layout).packed
+    monkeypatch.setattr(tokens, "runs_kernels", lambda data: True)
+    packed = PackedTensor.from_dense(x.to(device), layout).packed.cpu()
+    header = layout.header_blocks
+    torch.testing.assert_close(packed[:header], expected[:header], rtol=0, atol=0)
+    assert_same_sections(layout, packed, expected, device)
