@@ -120,7 +120,17 @@ def _tables(name: str, numbers: Sequence[int]) -> dict[str, str]:
 
 
 def function_of(lines: list[str], tables: dict[str, str]) -> str:
-    """PTX text of ``lines``, which declares the registers that functions here use, and loads the tables."""
+    """PTX text of ``lines``, which declares the registers that functions here use, and loads the tables.
+
+    ``PRMT`` needs the first word of a table in a register of the thread. ptxas puts constants into uniform registers,
+    and copies them before each use: a seventh of the instructions of a decode loop with two tables. The first words are
+    therefore multiplied by the highest bit of ``%lanemask_ge``, which is 1 in each lane, but no constant for ptxas.
+    """
     names = ["nibbles0", "nibbles1", "bits", "shifted", "index0", "index1", "sign0", "sign1", "low", "high", *tables]
-    moves = [f"mov.b32 {name}, {word};" for name, word in tables.items()]
+    moves = []
+    if tables:
+        names.append("one")
+        moves = ["mov.u32 one, %lanemask_ge;", "shr.u32 one, one, 31;"]
+    for name, word in tables.items():
+        moves.append(f"mul.lo.u32 {name}, one, {word};" if name.endswith("0") else f"mov.b32 {name}, {word};")
     return "\n".join(["{", f".reg .b32 {', '.join(names)};", *moves, *lines, "}"])

@@ -51,6 +51,10 @@ class _Writer:
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._registers: list[str] = []
+        self.one = self.new()
+        """1, but no constant for ptxas: see :func:`kvcompile.kernels.formats.lookup_ptx.function_of`."""
+        self.add(f"mov.u32 {self.one}, %lanemask_ge;")
+        self.add(f"shr.u32 {self.one}, {self.one}, 31;")
 
     def new(self) -> str:
         """The name of another register."""
@@ -117,7 +121,8 @@ def _of_tables(writer: _Writer, code: str, selector: str, numbers: Sequence[int]
         words = []
         for part in (numbers[begin : begin + 4], numbers[begin + 4 : begin + 8]):
             word = writer.new()
-            writer.add(f"mov.b32 {word}, 0x{bytes(reversed([*part, *[0] * (4 - len(part))])).hex()};")
+            number = "0x" + bytes(reversed([*part, *[0] * (4 - len(part))])).hex()
+            writer.add(f"mov.b32 {word}, {number};" if words else f"mul.lo.u32 {word}, {writer.one}, {number};")
             words.append(word)
         found.append(writer.new())
         writer.add(f"prmt.b32 {found[-1]}, {words[0]}, {words[1]}, {selector};")

@@ -100,6 +100,18 @@ def test_codes_become_floats_in_registers_and_only_weights_pass_through_shared_m
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [("turboquant_3bit", "int4_unrotated"), *(pytest.param(*case, marks=pytest.mark.slow) for case in
+     (("turboquant_3bit", "turboquant_2bit"), ("turboquant_4bit", "turboquant_4bit")))],
+)  # fmt: skip
+def test_tables_of_levels_stay_in_registers(key, value, compiled):
+    attend(key, value)
+    (kernel,) = compiled["attention"]
+    copies = [line for line in main_loop(kernel) if re.match(r"(MOV|IMAD\S*) \w+, (RZ, RZ, )?UR\d+;", line)]
+    assert len(copies) < 10  # 49 to 173 of tables in uniform registers
+
+
+@pytest.mark.parametrize(
     "key", ["int4_per_channel", pytest.param("int4_per_channel" + RESIDUAL, marks=pytest.mark.slow)]
 )
 def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_registers(key, compiled):

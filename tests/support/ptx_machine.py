@@ -10,6 +10,7 @@ import numpy as np
 def run(text: str, num_outputs: int, *inputs: int) -> list[int]:
     """Run PTX text; returns the 32-bit registers ``$0`` to ``$num_outputs - 1``. The inputs are the next registers."""
     registers = {f"${num_outputs + i}": value for i, value in enumerate(inputs)}
+    registers["%lanemask_ge"] = 0xFFFFFFE0  # of lane 5
     for statement in text.strip().strip("{}").split(";"):
         name, _, operands = statement.strip().partition(" ")
         if name and name != ".reg":
@@ -65,6 +66,7 @@ _INSTRUCTIONS = {
     "xor": lambda a, b: a ^ b,
     "shl": lambda a, n: a << n,
     "shr": lambda a, n: a >> n,
+    "mul.lo": lambda a, b: a * b,
     "prmt": _prmt,
     "lop3": _lop3,
     "add.rn.f16x2": _halves(lambda a, b: a + b),
