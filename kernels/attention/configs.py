@@ -69,6 +69,15 @@ DECODE_DIGITS = {
     (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=7),
     (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=8),
 }
+# The same for multiprocessors with less than NARROW bytes per second of memory bandwidth each. There one warp per
+# scheduler is fast enough for codes of 2 and 3 bits, too, and no warp ends late.
+DECODE_DIGITS_NARROW = {
+    (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
+    (9, 2, 2): AttentionConfig(4, 128, num_warps=2, num_stages=3, programs_per_sm=2),
+}
+NARROW = 31e9
+"""An H100 has 25 GB/s for each multiprocessor, and an H200 has 37."""
+
 ROWS_OF_ANOTHER = {10: 9, 12: 8}
 """Compute capabilities without measurements, and the one whose rows they take: it has as much shared memory."""
 
@@ -101,7 +110,8 @@ def attention_config(
         mask_per_row: whether there is a per-row mask, which differs between the query rows of a KV head.
         float32: whether products are computed in float32.
     """
-    config = _tuned_config(capability, key, value, rows, mask_per_row, float32)
+    narrow = 0 < multiprocessor.bandwidth < NARROW
+    config = _tuned_config(capability, key, value, rows, mask_per_row, float32, narrow)
     tile_nbytes = _tile_nbytes(config, key, value, least_bits=0)
     if capability == 9:  # its rows were measured with this rule
         num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
@@ -176,7 +186,13 @@ def _with_room(
 
 
 def _tuned_config(
-    capability: int, key: PackedOperand, value: PackedOperand, rows: int, mask_per_row: bool, float32: bool
+    capability: int,
+    key: PackedOperand,
+    value: PackedOperand,
+    rows: int,
+    mask_per_row: bool,
+    float32: bool,
+    narrow: bool,
 ) -> AttentionConfig:
     if float32:
         return FLOAT32
@@ -191,6 +207,7 @@ def _tuned_config(
         config = DECODE.get(kind, PORTABLE)
         if rows <= 4 and key.multiplies_integers:
             config = DECODE_DIGITS.get(kind, config)
+            config = DECODE_DIGITS_NARROW.get(kind, config) if narrow else config
     # A tile of keys with scales per channel must be one block, or have one block per warp. With a per-row mask
     # Triton 3.6 and 3.7 fail on the second kind if the keys have zero points (``applyLinearLayout``).
     tiles = (key.block_tokens,) if mask_per_row else (key.block_tokens, key.block_tokens * config.num_warps)

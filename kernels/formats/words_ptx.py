@@ -118,7 +118,7 @@ def _of_tables(writer: _Writer, code: str, selector: str, numbers: Sequence[int]
     """The register of the bytes that the codes select from a table of up to 32 bytes."""
     found = []
     for begin in range(0, len(numbers), 8):
-        words = []
+        words: list[str] = []
         for part in (numbers[begin : begin + 4], numbers[begin + 4 : begin + 8]):
             word = writer.new()
             number = "0x" + bytes(reversed([*part, *[0] * (4 - len(part))])).hex()

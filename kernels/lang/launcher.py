@@ -198,6 +198,7 @@ class Multiprocessor(NamedTuple):
         registers: 32-bit registers.
         registers_of_thread: the most registers that one thread may have, a multiple of 8.
         warp_size: threads of a warp.
+        bandwidth: bytes per second of its share of the memory's bandwidth, by the vendor's figures; 0 if unknown.
     """
 
     of_program: int
@@ -205,6 +206,7 @@ class Multiprocessor(NamedTuple):
     registers: int = 1 << 16
     registers_of_thread: int = 256
     warp_size: int = 32
+    bandwidth: float = 0.0
 
 
 @functools.cache
@@ -214,12 +216,15 @@ def multiprocessor_of(device: torch.device) -> Multiprocessor:
         return Multiprocessor(227 << 10, 228 << 10)
     properties = torch.cuda.get_device_properties(device)
     of_program = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+    # Undocumented: the clock in kHz, and bits that two transfers per clock move.
+    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     return Multiprocessor(
         of_program,
         properties.shared_memory_per_multiprocessor,
         getattr(properties, "regs_per_multiprocessor", 1 << 16),  # undocumented; so many since compute capability 3.7
         256 if torch.version.hip is None else 512,
         properties.warp_size,
+        2 * clock * 1000 * width / 8 / properties.multi_processor_count,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from aot_compilation import CPU, INT8, RESIDUAL, CountOnly, count, uses
+from aot_compilation import CPU, GPUS, INT8, RESIDUAL, CountOnly, count, uses
 from formats_of_every_kind import in_turn
 from packed_bytes import empty_packed
 
@@ -109,6 +109,20 @@ def test_tables_of_levels_stay_in_registers(key, value, compiled):
     (kernel,) = compiled["attention"]
     copies = [line for line in main_loop(kernel) if re.match(r"(MOV|IMAD\S*) \w+, (RZ, RZ, )?UR\d+;", line)]
     assert len(copies) < 10  # 49 to 173 of tables in uniform registers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 1, 1000, dtype=torch.bool)], ids=["unmasked", "masked"])
+@pytest.mark.parametrize("value", ["int4_unrotated", "int3_unrotated", "turboquant_3bit", "turboquant_2bit"])
+def test_a_hopper_multiprocessor_with_less_bandwidth_gets_one_warp_per_scheduler_without_spills(
+    value, mask, compiled, monkeypatch
+):
+    narrow = GPUS[90].multiprocessor._replace(bandwidth=25e9)
+    monkeypatch.setattr(launcher, "multiprocessor_of", lambda device: narrow)
+    attend("turboquant_3bit", value, mask=mask)
+    (kernel,) = compiled["attention"]
+    assert kernel.metadata.num_warps in (1, 2)
+    assert not uses(main_loop(kernel), "LDL|STL")
 
 
 @pytest.mark.parametrize(

@@ -425,7 +425,8 @@ def test_without_room_for_a_tile_tokens_are_dequantized(format_name, device, mon
 GPUS = {
     "A100": (8, launcher.Multiprocessor(163 << 10, 164 << 10)),
     "RTX 4090": (8, launcher.Multiprocessor(99 << 10, 100 << 10)),
-    "H100": (9, HOPPER),
+    "H100": (9, HOPPER._replace(bandwidth=25e9)),
+    "H200": (9, HOPPER._replace(bandwidth=37e9)),
     "B200": (10, HOPPER),
     "RTX 5090": (12, launcher.Multiprocessor(99 << 10, 100 << 10)),
     "MI300": (0, launcher.Multiprocessor(64 << 10, 64 << 10, 1 << 17, 512, 64)),
@@ -435,12 +436,12 @@ GPUS = {
 @pytest.mark.parametrize(
     ("key", "value", "head_dim", "programs", "stages"),
     [
-        ("turboquant_4bit", "turboquant_4bit", 128, (3, 2, 4, 4, 2, 1), (2, 2, 3, 3, 2, 2)),
-        (INT8, INT8, 128, (3, 2, 2, 2, 2, 1), (2, 2, 4, 4, 2, 2)),
-        ("turboquant_3bit", "turboquant_3bit", 128, (2, 2, 8, 8, 2, 1), (2, 2, 3, 3, 2, 2)),
-        ("bfloat16", "bfloat16", 128, (2, 1, 1, 1, 1, 1), (2, 2, 3, 3, 2, 1)),
-        ("bfloat16", "bfloat16", 256, (1, 1, 2, 1, 1, None), (2, 1, 2, 2, 1, None)),
-        ("float32", "float32", 256, (1, None, 2, 1, None, None), (1, None, 1, 1, None, None)),
+        ("turboquant_4bit", "turboquant_4bit", 128, (3, 2, 4, 4, 4, 2, 1), (2, 2, 3, 3, 3, 2, 2)),
+        (INT8, INT8, 128, (3, 2, 2, 2, 2, 2, 1), (2, 2, 4, 4, 4, 2, 2)),
+        ("turboquant_3bit", "turboquant_3bit", 128, (2, 2, 2, 8, 8, 2, 1), (2, 2, 3, 3, 3, 2, 2)),
+        ("bfloat16", "bfloat16", 128, (2, 1, 1, 1, 1, 1, 1), (2, 2, 3, 3, 3, 2, 1)),
+        ("bfloat16", "bfloat16", 256, (1, 1, 2, 2, 1, 1, None), (2, 1, 2, 2, 2, 1, None)),
+        ("float32", "float32", 256, (1, None, 2, 2, 1, None, None), (1, None, 1, 1, 1, None, None)),
     ],
 )
 def test_programs_and_tiles_ahead_follow_from_the_shared_memory_of_a_multiprocessor(
