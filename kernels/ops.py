@@ -426,16 +426,12 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "dequantize": (_dequantize, _dequantize_fake),
     "visible_range": (_visible_range, _visible_range_fake),
 }
-REPEATED = {
-    name: Repeated(implementation)
-    for name, (implementation, _) in _OPERATORS.items()
-    if name != "attention_part"  # not yet tested on several GPUs, which alone call it
-}
+REPEATED = {name: Repeated(implementation) for name, (implementation, _) in _OPERATORS.items()}
 """What runs operators on a GPU that repeat their launches."""
 
 for _name, (_implementation, _fake) in _OPERATORS.items():
     _library.impl(_name, _implementation, "CPU")
-    _library.impl(_name, REPEATED.get(_name, _implementation), "CUDA")
+    _library.impl(_name, REPEATED[_name], "CUDA")
     torch.library.register_fake(f"kvcompile::{_name}", _fake, lib=_library)
 
 IMPLEMENTATIONS = {
