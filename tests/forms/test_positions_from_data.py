@@ -128,7 +128,7 @@ def extended_by_some(q: Tensor, new: Tensor, past: list[Tensor], number: Tensor)
 
 
 def new_rows(q: Tensor, new: Tensor, past: list[Tensor], number: Tensor) -> Any:
-    keys, values = (new[:, : _number(number, new.shape[1])] + place for place in range(2))
+    keys, values = (new[:, : _number(number, new.shape[1])] + place for place in (1, 2))
     return attend(q, keys, values), keys, values
 
 
