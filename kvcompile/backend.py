@@ -141,14 +141,17 @@ def _together(options: Any, given: Mapping[str, Any]) -> Any:
     return {**(options or {}), **given} if isinstance(options, Mapping | None) else options
 
 
-GenerateCode = Callable[[Packing], Callable[[list[Any]], Any]]
-"""Takes a rewritten graph; returns a function from its flat inputs, which it may change, to its outputs."""
+GenerateCode = Callable[[Packing | None], Callable[..., Any]]
+"""Takes a rewritten graph; returns a function from the list of its inputs, which it may change, to its outputs.
+
+Takes None for a graph that stays plain; the function then gets each input as an argument.
+"""
 
 
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions, generate_code: GenerateCode | None = None
 ) -> Callable[..., Any]:
-    """The compiled graph of Dynamo. ``generate_code`` takes the place of Inductor for the rewritten graph."""
+    """The compiled graph of Dynamo. ``generate_code`` takes the place of Inductor."""
     compiler = _GraphCompiler(gm, list(example_inputs), options, generate_code)
     try:
         with compiler.stages.compiling():
@@ -308,6 +311,8 @@ class _GraphCompiler:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     def _compile_plain(self) -> Any:
+        if self.generate_code is not None:
+            return self.generate_code(None)
         config = self.options.inductor_config
         if not self.is_ahead_of_time:
             return _compile_plain(self.original, config, self.original_inputs)

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 from cheaper_compilation import in_one_piece_of_stack
-from shared_fixtures import WITHOUT_VECTORS, without_kernels_of_inductor
+from shared_fixtures import WITHOUT_VECTORS, with_vectors, without_kernels_of_inductor
 from torch._inductor.utils import run_and_get_code
 from torch.utils._config_module import ConfigModule
 
@@ -55,6 +55,19 @@ def test_changes_of_a_setting_are_seen_and_undone() -> None:
     assert not hasattr(config, "recompile_limit")
     config.recompile_limit = before
     assert config.recompile_limit == before
+
+
+def test_kernels_have_vector_instructions_where_a_test_asks_for_them() -> None:
+    config = torch._inductor.config.cpp
+    assert config.simdlen == 1
+    with with_vectors():
+        assert config.simdlen is None  # what users have
+    assert config.simdlen == 1
+
+
+@pytest.mark.slow
+def test_kernels_of_slow_tests_have_vector_instructions() -> None:
+    assert torch._inductor.config.cpp.simdlen is None
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -66,12 +66,15 @@ class _CapturingBackend(ConfiguredBackend):
         ensure_registered(self, f"package {self!r}")
         return compile_graph(gm, example_inputs, self.options, self._stopping_code)
 
-    def _stopping_code(self, packing: Packing) -> Callable[[list[Any]], Any]:
+    def _stopping_code(self, packing: Packing | None) -> Callable[..., Any]:
         def run(args: list[Any]) -> Any:
             self.packing, self.tensors = packing, list(args)
             raise _Stop
 
-        return run
+        def stop(*_: Any) -> Any:
+            raise _Stop
+
+        return stop if packing is None else run
 
     def forget(self) -> None:
         """Drop the graph, because Dynamo's registry keeps this backend alive."""

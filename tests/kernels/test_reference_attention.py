@@ -229,6 +229,7 @@ FUSED_PAIRS = [
 
 
 @pytest.mark.parametrize(("key", "value"), FUSED_PAIRS)
+@pytest.mark.usefixtures("vector_instructions")
 @torch.no_grad()
 def test_compiled_decode_agrees_with_eager_and_buffers_nothing_larger_than_the_scores(key, value):
     case = Case(key, value, kv_len=1000, heads=(4, 2), head_dims=(128, 128), batch=1)

@@ -36,11 +36,14 @@ def make_compilation_cheaper() -> None:
 def make_code_generation_cheaper() -> None:
     """Inductor writes the same code in less time, and the C++ compiler translates it without optimizing it.
 
-    Inductor prepares its table of operators and dtypes anew for each line of a kernel.
+    Kernels have no vector instructions, so that a kernel compiles in half of the time; ``slow`` tests and the fixture
+    ``vector_instructions`` have them. Code has no numbers of lines for a debugger, which take a third of the time of a
+    package. Inductor prepares its table of operators and dtypes anew for each line of a kernel.
     """
-    from torch._inductor import cpp_builder
+    from torch._inductor import config, cpp_builder
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 
+    config.cpp.simdlen = 1
     if hasattr(DtypePropagationOpsHandler.__init__, "__wrapped__"):
         return
     prepare = DtypePropagationOpsHandler.__init__
@@ -55,7 +58,7 @@ def make_code_generation_cheaper() -> None:
 
     def without_optimization(*args: Any, **more: Any) -> tuple[list[str], list[str]]:
         cflags, ldflags = flags_of(*args, **more)
-        return ["O0" if flag.startswith("O") else flag for flag in cflags], ldflags
+        return ["O0" if flag.startswith("O") else flag for flag in cflags if flag != "g1"], ldflags
 
     cpp_builder._get_optimization_cflags = without_optimization
 

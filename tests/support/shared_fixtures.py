@@ -19,9 +19,10 @@ from node_by_node import running_node_by_node
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """Run a test as pytest does, in one piece of stack."""
+    """Run a test as pytest does, in one piece of stack; generated code of a slow test has vector instructions."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    in_one_piece_of_stack(runtestprotocol)(item, nextitem=nextitem)
+    with with_vectors() if item.get_closest_marker("slow") else contextlib.nullcontext():
+        in_one_piece_of_stack(runtestprotocol)(item, nextitem=nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
@@ -68,7 +69,21 @@ def operators_traced() -> None:
 
 
 WITHOUT_VECTORS = {"cpp.simdlen": 1}
-"""Options with which Inductor writes kernels for a CPU without vector instructions, in half of the time."""
+"""Options with which Inductor writes kernels for a CPU without vector instructions, in half of the time.
+
+They are the default of a test that is not slow (``make_code_generation_cheaper``).
+"""
+
+
+def with_vectors() -> contextlib.AbstractContextManager[None]:
+    """Inside the block Inductor writes kernels with the vector instructions of the CPU, as for users."""
+    return torch._inductor.config.patch({"cpp.simdlen": None})
+
+
+@pytest.fixture
+def vector_instructions() -> Iterator[None]:
+    with with_vectors():
+        yield
 
 
 def without_kernels_of_inductor() -> contextlib.AbstractContextManager[None]:
