@@ -96,13 +96,8 @@ def listen(model: nn.Module, tokens: Tensor, listener: Listener) -> None:
     AttentionTap(model)(tokens, listener)
 
 
-def attention_sites(model: nn.Module, tokens: Tensor) -> list[Site]:
-    """The sites at which ``model`` computes attention on ``tokens``, in order; one site for each module."""
-    return sites_of_tap(AttentionTap(model), tokens)
-
-
 def sites_of_tap(tap: AttentionTap, tokens: Tensor) -> list[Site]:
-    """:func:`attention_sites` for an existing tap."""
+    """The sites at which the model computes attention on ``tokens``, in order; one site for each module."""
     sites: dict[str, Site] = {}
 
     def note(site: Site, call: AttentionCall) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcompile.call.key_outliers import SAMPLE_TOKENS, KeyOutliers, examine, promoted
 from kvcompile.evaluation.attention_call import AttentionCall
-from kvcompile.evaluation.attention_sites import attention_sites, listen
+from kvcompile.evaluation.attention_sites import AttentionTap, sites_of_tap
 from kvcompile.passes.site import Site, num_layers
 from kvcompile.policy.policy import Policy
 
@@ -21,10 +21,12 @@ class Calibration:
         model: a Hugging Face causal language model.
         tokens: int64 [n]; the first SAMPLE_TOKENS are read.
         policies: the policies to examine.
+        tap: a tap of the model, which need not be traced again if it has read as many tokens; None makes one.
     """
 
-    def __init__(self, model: Any, tokens: Tensor, policies: Sequence[Policy]) -> None:
-        self.sites = attention_sites(model, tokens[:1])
+    def __init__(self, model: Any, tokens: Tensor, policies: Sequence[Policy], tap: AttentionTap | None = None) -> None:
+        tap, sample = tap or AttentionTap(model), tokens[:SAMPLE_TOKENS]
+        self.sites = sites_of_tap(tap, sample)
         self.num_layers = num_layers(self.sites)
         self._examined: dict[tuple[str, str], KeyOutliers | None] = {}
         wanted = {site.module: self._formats(site, policies) for site in self.sites}
@@ -35,7 +37,7 @@ class Calibration:
                     self._examined[site.module, name] = examine(call.of_kv_heads("key"), name, site.module)
 
         if any(wanted.values()):
-            listen(model, tokens[:SAMPLE_TOKENS], look)
+            tap(sample, look)
 
     def _formats(self, site: Site, policies: Sequence[Policy]) -> list[str]:
         """The formats of the site's keys under the policies that do not ignore outliers."""

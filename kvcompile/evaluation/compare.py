@@ -62,18 +62,20 @@ def compare_on(
 ) -> Comparison:
     """:func:`compare` on the windows of a text; ``on_result`` gets the predictions before layers are measured."""
     model, loaded = uncompiled(model), Policy.load(policy)
+    tap = AttentionTap(model)
     if loaded.key_outliers == "promote":
-        policy = loaded = Calibration(model, text.windows[0], [loaded]).promoted(loaded)
-    evaluation = evaluate(model, text, [policy], model_name=model_name, on_progress=on_progress, on_result=on_result)
-    return Comparison(evaluation, *_by_layer(model, text, loaded, evaluation.results[0], on_progress))
+        policy = loaded = Calibration(model, text.inputs[0], [loaded], tap).promoted(loaded)
+    evaluation = evaluate(
+        model, text, [policy], model_name=model_name, tap=tap, on_progress=on_progress, on_result=on_result
+    )
+    return Comparison(evaluation, *_by_layer(tap, text, loaded, evaluation.results[0], on_progress))
 
 
 def _by_layer(
-    model: Any, text: Text, policy: Policy, result: PolicyResult, on_progress: OnProgress
+    tap: AttentionTap, text: Text, policy: Policy, result: PolicyResult, on_progress: OnProgress
 ) -> tuple[tuple[LayerError, ...], Suggestion | None]:
     """The errors of all packed layers, worst first, and the suggested rules."""
-    tap = AttentionTap(model)
-    windows = text.windows[:, : text.schedule.num_tokens]
+    windows = text.inputs
     sites = sites_of_tap(tap, windows[0])
     formats: dict[str, FormatPair] = {}
     for site in sites:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
 from kvcompile.compat.transformers import with_cache
-from kvcompile.evaluation.attention_sites import tapped
+from kvcompile.evaluation.attention_sites import AttentionTap, tapped
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.models import running_eagerly, uncompiled
 from kvcompile.evaluation.recall import Recalled, recalled
@@ -54,6 +54,7 @@ def evaluate(
     *,
     model_name: str = "",
     exact_prompt: bool = False,
+    tap: AttentionTap | None = None,
     on_progress: OnProgress = ignore_progress,
     on_result: OnResult = lambda evaluation: None,
 ) -> Evaluation:
@@ -71,6 +72,7 @@ def evaluate(
         policies: anything that :meth:`kvcompile.policy.policy.Policy.load` takes.
         model_name: the name of the model in the result.
         exact_prompt: whether the prefill attends to its own tokens as the policy says, by default in full precision.
+        tap: a tap of the model for the calibration, or None; see :class:`Calibration`.
         on_progress: called for every step.
         on_result: called after every policy.
 
@@ -87,7 +89,7 @@ def evaluate(
         for _, policy in loaded
         for transforms in policy.transforms
     }
-    calibration = Calibration(model, text.windows[0], [policy for _, policy in loaded])
+    calibration = Calibration(model, text.inputs[0], [policy for _, policy in loaded], tap)
     run = _Run(model, text, calibration, len(loaded), on_progress, exact_prompt)
     with torch.no_grad():
         reference, nats, bits = run.reference()

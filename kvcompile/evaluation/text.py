@@ -61,6 +61,11 @@ class Text:
     planted: Planted | None = None
 
     @property
+    def inputs(self) -> Tensor:
+        """The tokens that a model reads: int64 [num_windows, schedule.num_tokens]. The last one of a window is not."""
+        return self.windows[:, : self.schedule.num_tokens]
+
+    @property
     def metric(self) -> str:
         return "bits per byte" if self.in_bytes else "perplexity"
 

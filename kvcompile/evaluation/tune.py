@@ -128,7 +128,7 @@ def tune_on(
     known = None if transforms is None else Transforms.read(Path(transforms).absolute())
     if known is not None:
         known.check_model(model)
-    windows = text.windows[:, : text.schedule.num_tokens]
+    windows = text.inputs
     tap = AttentionTap(model)
     sites = sites_of_tap(tap, windows[0])
     halves, numel = half_caches(model, text.schedule, sites)
@@ -158,7 +158,7 @@ def tune_on(
                 measure_divergences(measured, tap, windows, exact, new, named, on_progress)
                 continue
             policy = search.policy(chosen)
-            evaluation = evaluate(model, text, [policy], model_name=model_name, on_progress=on_progress)
+            evaluation = evaluate(model, text, [policy], model_name=model_name, tap=tap, on_progress=on_progress)
             refused = set(evaluation.results[0].unpacked_modules)
             if not any(half.module in refused for half in search.table):
                 return search.result(chosen, measured, evaluation)

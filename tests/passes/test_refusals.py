@@ -393,6 +393,7 @@ def test_a_site_that_shares_its_cache_with_a_refused_one_is_refused_too() -> Non
     assert reasons_after(Model(), inputs(), policy=policy) == ["partner_refused", "policy_auto"]
 
 
+@pytest.mark.usefixtures("no_kernels_of_inductor")
 def test_a_refused_site_beside_a_packed_one_still_gives_plain_results() -> None:
     def two_layers(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         return step(q, k, v, kc, vc, pos), sdpa(q, k + 1, v + 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -22,6 +23,8 @@ from pathlib import Path
 
 import torch.multiprocessing
 from cheaper_compilation import in_one_piece_of_stack, make_compilation_cheaper
+from decode_steps import step
+from node_by_node import running_node_by_node
 from processor_times import processor_seconds
 
 
@@ -69,11 +72,27 @@ def run_ranks(call: Call) -> None:
             rank.join()
 
 
+@functools.cache
+def compile_once() -> None:
+    """Compile a step, so that the forks find what the first compilation of a process imports and prepares."""
+    import kvcompile
+
+    with running_node_by_node(operators=True), torch.no_grad():
+        keys, values = torch.zeros(2, 1, 1, 64, 16).unbind()
+        q, k, v = torch.zeros(3, 1, 1, 1, 16).unbind()
+        compiled = torch.compile(step, backend=kvcompile.kvquant(policy="int8_per_token_head"), dynamic=False)
+        compiled(q, k, v, keys, values, torch.tensor([0]))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
 def status_of(call: Call) -> int:
     """The exit status of a fork that starts the ranks."""
     for module in (Path(call.program).stem, "kvcompile.backend"):  # `import kvcompile` does not import the backend
         with contextlib.suppress(Exception):  # the ranks say what is wrong
             importlib.import_module(module)
+    if not torch.cuda.is_available():
+        compile_once()
     if fork := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
     status = 1

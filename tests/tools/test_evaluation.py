@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
 from kvcompile.errors import MAX_MESSAGE
-from kvcompile.evaluation.attention_sites import attention_sites, listen
+from kvcompile.evaluation.attention_sites import AttentionTap, sites_of_tap
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.models import load_model
 from kvcompile.evaluation.replay import Step
@@ -141,14 +141,17 @@ def split(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_an_exact_prompt_loses_nothing_before_the_later_steps(results: tuple[str, Path], tmp_path: Path) -> None:
-    packed, files = results
-    file = tmp_path / "quality.json"
-    exact, _ = run(f"eval --model . --policies turboquant_3bit_nc --output {file} --exact-prompt {READING}")
+def test_an_exact_prompt_loses_nothing_before_the_later_steps(tmp_path: Path) -> None:
+    def measured(options: str) -> tuple[str, dict[str, Any]]:
+        file = tmp_path / "quality.json"
+        out, _ = run(f"eval --model . --policies turboquant_3bit_nc --output {file} {options} {READING} --windows 1")
+        (result,) = json.loads(file.read_text())["results"]
+        return out, result
+
+    (exact, prompt), (packed, quantized) = measured("--exact-prompt"), measured("")
     assert "exact prefill of" in exact
     assert "exact prefill of" not in packed
-    (prompt,) = json.loads(file.read_text())["results"]
-    assert json.loads((files / "quality.json").read_text())["results"][1]["prefill_divergence"] > 1e-5
+    assert quantized["prefill_divergence"] > 1e-5
     assert prompt["prefill_divergence"] < 1e-9
     assert prompt["decode_divergence"] > 1e-5
 
@@ -227,10 +230,11 @@ def test_a_change_of_bits_per_byte_is_relative() -> None:
 
 def test_attention_is_observed_with_the_keys_that_it_reads(folder: Path) -> None:
     model, tokens, heard = small_model(), torch.arange(9), {}
-    listen(model, tokens, lambda site, call: heard.update({site.module: call.key}))
+    tap = AttentionTap(model)
+    tap(tokens, lambda site, call: heard.update({site.module: call.key}))
     cache = model(input_ids=tokens[None], use_cache=True).past_key_values
     assert list(heard) == list(MODULES)
-    assert [site.module for site in attention_sites(model, tokens)] == list(MODULES)
+    assert [site.module for site in sites_of_tap(tap, tokens)] == list(MODULES)
     for layer, keys in zip(cache.layers, heard.values(), strict=True):
         torch.testing.assert_close(keys[:, :: keys.shape[1] // 2], layer.keys)
 
