@@ -62,7 +62,7 @@ class Text:
 
     @property
     def inputs(self) -> Tensor:
-        """The tokens that a model reads: int64 [num_windows, schedule.num_tokens]. The last one of a window is not."""
+        """The tokens that a model reads: int64 [num_windows, schedule.num_tokens]. The last token of a window is only predicted."""
         return self.windows[:, : self.schedule.num_tokens]
 
     @property
