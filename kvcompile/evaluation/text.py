@@ -62,7 +62,7 @@ class Text:
 
     @property
     def inputs(self) -> Tensor:
-        """The tokens that a model reads: int64 [num_windows, schedule.num_tokens]. The last token of a window is only predicted."""
+        """The tokens that a model reads, int64 [num_windows, schedule.num_tokens]: all but the last of a window."""
         return self.windows[:, : self.schedule.num_tokens]
 
     @property
