@@ -14,7 +14,7 @@ import pytest
 import torch
 from calibrated_bases import based
 from decode_steps import growing_step, step
-from shared_fixtures import without_kernels_of_inductor
+from shared_fixtures import with_code_of_operators
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
@@ -43,7 +43,7 @@ pytestmark = [
 
 @pytest.fixture
 def compiling_ahead(seed_without_grad: None) -> Iterator[None]:
-    with torch._dynamo.config.patch(enable_aot_compile=True), without_kernels_of_inductor():
+    with torch._dynamo.config.patch(enable_aot_compile=True), with_code_of_operators():
         yield
     torch._dynamo.reset()
 
@@ -109,7 +109,7 @@ def on_packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, P
     """A function for packed caches, and its file: compiled once for several tests."""
     path = tmp_path_factory.mktemp("stored") / "step.bin"
     setting = torch._dynamo.config.patch(enable_aot_compile=True)
-    with setting, torch.no_grad(), without_kernels_of_inductor():
+    with setting, torch.no_grad(), with_code_of_operators():
         function = compiled_ahead(step, [*tokens(), *packed(plain_caches()), torch.tensor([5])])
         function.save_compiled_function(str(path))
         yield function, path

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from decode_steps import growing_step, step
-from shared_fixtures import without_kernels_of_inductor
+from shared_fixtures import with_code_of_operators
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -91,7 +91,7 @@ class Stored:
 def stored() -> Iterator[Stored]:
     """Code is generated once for the tests that find it on disk."""
     stores = torch._functorch.config.patch(enable_autograd_cache=True)
-    with fresh_cache(), stores, without_kernels_of_inductor(), torch.no_grad():
+    with fresh_cache(), stores, with_code_of_operators(), torch.no_grad():
         torch.manual_seed(0)
         new, plain, pos = tokens(), caches(), torch.tensor([5])
         with kvcompile.collect_reports() as report:

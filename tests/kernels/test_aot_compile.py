@@ -158,8 +158,6 @@ VARIANTS = {
         "q_len": 3, "mask": torch.ones(3, 1000, dtype=torch.bool), **SINKS_AND_SOFTCAP,
     },
     "padded head and float mask": {"head_dim": 80, "dtype": torch.float16, "mask": torch.ones(1, 1000)},
-}  # fmt: skip
-SLOW_VARIANTS = {
     "float32": {"dtype": torch.float32},
     "several tokens": {"q_len": 3, "mask": torch.ones(3, 1000, dtype=torch.bool)},
     "bool mask": {"mask": torch.ones(1, 1000, dtype=torch.bool)},
@@ -168,12 +166,7 @@ SLOW_VARIANTS = {
     "padded head": {"head_dim": 80, "dtype": torch.float16},
     "wide head": {"head_dim": 256},
     "narrow head": {"head_dim": 16},
-}
-every_variant = pytest.mark.parametrize(
-    "options",
-    [*(pytest.param(options, id=name) for name, options in VARIANTS.items()),
-     *(pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in SLOW_VARIANTS.items())],
-)  # fmt: skip
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -204,7 +197,7 @@ def test_layers_with_different_static_scales_share_their_kernels(counted):
     [
         (INT8, VARIANTS["causal"]),
         pytest.param("turboquant_2.5bit", VARIANTS["causal"], marks=pytest.mark.slow),
-        pytest.param("turboquant_2.5bit", SLOW_VARIANTS["float mask"], marks=pytest.mark.slow),
+        pytest.param("turboquant_2.5bit", VARIANTS["float mask"], marks=pytest.mark.slow),
     ],
 )
 def test_attention_to_exact_blocks_compiles(value, options, compiled):
@@ -244,8 +237,8 @@ def test_keys_with_scales_per_channel_and_a_per_row_mask_compile(q_len, group_si
     assert len(compiled["attention"]) == 1
 
 
-@pytest.mark.sampled(3)
-@every_variant
+@pytest.mark.slow  # test_causal_prefill_attention_compiles_and_hardly_spills compiles one kind by default
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_every_kind_of_attention_compiles(options, compiled):
     attend("turboquant_4bit", INT8, **options)
     assert len(compiled["attention"]) == 1

@@ -68,7 +68,7 @@ def test_layers_share_attention_and_the_encoding_of_tokens(
     assert not calls_of_regions(rewritten_graphs[0])
 
 
-@pytest.mark.usefixtures("no_kernels_of_inductor")
+@pytest.mark.usefixtures("no_kernels_of_inductor", "operators_traced")
 def test_generated_code_holds_a_region_once(fresh_compiler: None) -> None:
     compiled = torch.compile(Layers(2), backend="kvquant", options={"policy": "int8_per_token_head"})
     outputs, codes = run_and_get_code(lambda: steps(compiled))

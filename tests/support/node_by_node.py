@@ -18,6 +18,13 @@ def interpret(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
     return make_boxed_func(gm.forward)
 
 
+def rewriting_to_operators() -> contextlib.AbstractContextManager[Any]:
+    """Inside the block a rewritten graph has the operators of ``kvcompile::`` on any device, as on a GPU."""
+    from kvcompile.passes.rewrite import insert  # not above: some tests look at a fresh import
+
+    return mock.patch.object(insert, "_uses_kernels", lambda data: True)
+
+
 @contextlib.contextmanager
 def running_node_by_node(operators: bool = False) -> Iterator[None]:
     """Inside the block, the backend compiles no graph to code; graphs that were compiled inside run so afterwards.
@@ -27,11 +34,9 @@ def running_node_by_node(operators: bool = False) -> Iterator[None]:
             their plain-PyTorch specification is traced into a graph for a CPU, which takes longer.
     """
     import kvcompile.backend  # not above: some tests look at a fresh import
-    from kvcompile.passes.rewrite import insert
 
-    uses_kernels = (lambda data: True) if operators else insert._uses_kernels
     with (
-        mock.patch.object(insert, "_uses_kernels", uses_kernels),
+        rewriting_to_operators() if operators else contextlib.nullcontext(),
         mock.patch.object(kvcompile.backend, "CAN_STORE", False),
         mock.patch.object(kvcompile.backend, "compile_fx_inner", interpret),
         mock.patch.object(kvcompile.backend, "_compile_plain", lambda gm, config, inputs: gm.forward),

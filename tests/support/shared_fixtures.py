@@ -14,7 +14,7 @@ import torch
 import torch._inductor.config
 from _pytest.runner import runtestprotocol
 from cheaper_compilation import in_one_piece_of_stack, skip_present_objects_in_collections
-from node_by_node import running_node_by_node
+from node_by_node import rewriting_to_operators, running_node_by_node
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -96,9 +96,21 @@ def without_kernels_of_inductor() -> contextlib.AbstractContextManager[None]:
     return torch._inductor.config.patch(setting) if known else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def with_code_of_operators() -> Iterator[None]:
+    """:func:`without_kernels_of_inductor`, with stores and attention as operators of ``kvcompile::``, as on a GPU.
+
+    Inductor writes a call for each node, and the plain PyTorch of stores and attention has a hundred nodes.
+    """
+    with without_kernels_of_inductor(), rewriting_to_operators():
+        yield
+
+
 @pytest.fixture
-def no_kernels_of_inductor() -> Iterator[None]:
-    with without_kernels_of_inductor():
+def no_kernels_of_inductor(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Code has calls of operators, and with ``operators_traced`` those of the plain PyTorch of stores and attention."""
+    traced = "operators_traced" in request.fixturenames
+    with without_kernels_of_inductor() if traced else with_code_of_operators():
         yield
 
 
