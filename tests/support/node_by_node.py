@@ -22,7 +22,7 @@ def rewriting_to_operators() -> contextlib.AbstractContextManager[Any]:
     """Inside the block a rewritten graph has the operators of ``kvcompile::`` on any device, as on a GPU."""
     from kvcompile.passes.rewrite import insert  # not above: some tests look at a fresh import
 
-    return mock.patch.object(insert, "_uses_kernels", lambda data: True)
+    return mock.patch.object(insert, "_uses_kernels", return_value=True)
 
 
 @contextlib.contextmanager
