@@ -8,13 +8,6 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-try:
-    # A module that writes its Python when it is called: passes change most copies first. Without it, each change that
-    # calls ``recompile`` writes Python that nobody runs.
-    from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
-except ImportError:
-    LazyGraphModule = GraphModule  # type: ignore[assignment, misc]
-
 _SOURCE = "_dynamo_source"
 _PARAMETERS = "_param_name_to_source"
 
@@ -67,7 +60,7 @@ def forget_example(node: Node) -> None:
 def copied_graph(gm: GraphModule) -> GraphModule:
     """A module with a copy of the graph and the same parameters and constants.
 
-    The copy holds no reference to its example inputs. It writes its Python code only when it is called.
+    The copy holds no reference to its example inputs.
     """
     graph = Graph()
     nodes: dict[Node, Node] = {}
@@ -77,7 +70,7 @@ def copied_graph(gm: GraphModule) -> GraphModule:
     for node, copy in nodes.items():
         forget_example(copy)
         copy_source(copy, node)
-    result = LazyGraphModule(gm, graph)
+    result = GraphModule(gm, graph)
     result.meta = dict(gm.meta)
     copy_parameter_sources(result, gm)
     return result
