@@ -29,11 +29,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile.kernels.formats.base import Format, computed_once
+from kvcompile.kernels.formats.base import computed_once
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
+from kvcompile.kernels.spec.key_factors import KeyFactors, with_factors
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed, with_new_tokens
 from kvcompile.kernels.spec.packing import read_stored_tokens, read_tokens
 from kvcompile.kernels.spec.residual import exact_blocks, holding_entries
+from kvcompile.kernels.spec.scores import (
+    is_written,
+    levels_of,
+    per_token,
+    scales_of_planes,
+    scores_of,
+    scores_with_factors,
+    times_static_scale,
+)
 
 MAX_DECODE_ROWS = 16  # most query rows (query heads of a KV head times q_len) of the decode path
 GROUP_BLOCKS = 8  # blocks of V that are summed before a result is written
@@ -54,6 +64,7 @@ def attend(
     softcap: float = 0.0,
     new_keys: NewTokens | None = None,
     new_values: NewTokens | None = None,
+    key_factors: KeyFactors | None = None,
 ) -> Tensor:
     """Scaled dot product attention on packed caches, computed in float32.
 
@@ -73,17 +84,18 @@ def attend(
         scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
         softcap: if not 0, scores become ``softcap * tanh(scores / softcap)`` before the mask.
         new_keys, new_values: tokens that the same call has written, to which attention of many queries is exact.
+        key_factors: what keys are multiplied by before attention, for the first ``kv_len`` tokens; excludes new keys.
 
     Returns:
         [batch, num_heads, q_len, v_layout.head_dim] in the dtype of ``query``; zeros for a query that sees no key.
 
     Raises:
         ValueError: the query heads are not a multiple of the KV heads, ``kv_len`` exceeds the capacity of the cache, or
-            both ``mask`` and ``is_causal`` are given.
+            both ``mask`` and ``is_causal`` are given, or both ``key_factors`` and ``new_keys``.
     """
     out, _ = _attend(
         query, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, scale, softcap,
-        (new_keys, new_values), with_lse=False,
+        (new_keys, new_values), key_factors, with_lse=False,
     )  # fmt: skip
     return out.to(query.dtype)
 
@@ -114,7 +126,7 @@ def attend_part(
     """
     out, lse = _attend(
         query, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, scale, softcap, (None, None),
-        with_lse=True,
+        None, with_lse=True,
     )  # fmt: skip
     assert lse is not None
     return out, lse
@@ -152,6 +164,7 @@ def _attend(
     scale: float | None,
     softcap: float,
     new: tuple[NewTokens | None, NewTokens | None],
+    factors: KeyFactors | None,
     *,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -162,25 +175,31 @@ def _attend(
         raise ValueError(f"attend: {num_heads} query heads are not a multiple of {k_data.shape[2]} KV heads")
     if mask is not None and is_causal:
         raise ValueError("attend: is_causal excludes a mask; make the mask causal and leave out is_causal")
+    if factors is not None and new[0] is not None:
+        raise ValueError("attend: key_factors exclude new_keys; read the new keys packed")
     capacity = BLOCK_TOKENS * k_layout.token_blocks(k_data)
     if isinstance(kv_len, int) and isinstance(capacity, int) and kv_len > capacity:
         raise ValueError(f"attend: kv_len {kv_len} is more than {capacity}, the capacity of k_data in tokens")
-    q = query.float() * (head_dim**-0.5 if scale is None else scale)
+    scale = head_dim**-0.5 if scale is None else scale
+    q = query.float() * scale
+    if factors is not None:
+        factors = factors._replace(paired=factors.paired.float() * scale)
     if any(isinstance(size, int) and size == 0 for size in (*query.shape, kv_len)):
         sees_nothing = torch.stack([q.new_full(q.shape[:3], -torch.inf), q.new_zeros(q.shape[:3])], -1)
         return q.new_zeros((*q.shape[:3], v_layout.head_dim)), sees_nothing
     few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
     have_levels = k_layout.format.has_levels and v_layout.format.has_levels
     is_exact = any(tokens is not None for tokens in new) and not reads_packed(q_len)
-    if few_rows and have_levels and not is_exact:
+    has_own_basis = factors is None or not (k_layout.format.rotated or k_layout.format.is_calibrated)
+    if few_rows and have_levels and not is_exact and has_own_basis:
         out, top, total = _attend_levels(
-            q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap
+            q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap, factors
         )  # fmt: skip
         return out, _log_sum(top, total, q) if with_lse else None
     if sinks is None and not softcap and not with_lse:
-        return _attend_dequantized(q, k_data, v_data, k_layout, v_layout, mask, kv_len, is_causal, new), None
+        return _attend_dequantized(q, k_data, v_data, k_layout, v_layout, mask, kv_len, is_causal, new, factors), None
     out, top, total = _attend_scores(
-        q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap, new
+        q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap, new, factors
     )  # fmt: skip
     return out, _log_sum(top, total, q) if with_lse else None
 
@@ -203,9 +222,10 @@ def _attend_dequantized(
     kv_len: int,
     is_causal: bool,
     new: tuple[NewTokens | None, NewTokens | None],
+    factors: KeyFactors | None,
 ) -> Tensor:
     """PyTorch's attention of scaled queries on dequantized keys and values, which stay in the bases of rotations."""
-    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new)
+    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new, factors)
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
     return _unrotated(out, v_layout)
 
@@ -219,6 +239,7 @@ def _dequantized_operands(
     mask: Tensor | None,
     kv_len: int,
     new: tuple[NewTokens | None, NewTokens | None],
+    factors: KeyFactors | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Queries, keys, values and mask of attention on dequantized tokens."""
     k, v = (
@@ -227,6 +248,8 @@ def _dequantized_operands(
     )
     if mask is not None:
         mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
+    if factors is not None:
+        return *with_factors(q, read_tokens(k_data, k_layout, kv_len), factors), v, mask
     return _rotated(q, k_layout), k, v, mask
 
 
@@ -251,13 +274,14 @@ def _attend_scores(
     is_causal: bool,
     softcap: float,
     new: tuple[NewTokens | None, NewTokens | None],
+    factors: KeyFactors | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`_attend_dequantized` with sinks and softcap.
 
     Returns:
         The output; the numbers that were subtracted from the scores, and the sums of exponentials, [..., 1].
     """
-    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new)
+    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new, factors)
     batch, num_heads, q_len, _ = q.shape
     num_kv_heads = k.shape[1]
     scores = (q.reshape(batch, num_kv_heads, -1, q.shape[-1]) @ k.transpose(-1, -2)).reshape(
@@ -311,6 +335,7 @@ def _attend_levels(
     kv_len: int,
     is_causal: bool,
     softcap: float,
+    factors: KeyFactors | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of scaled queries, computed on levels; it returns the results of :func:`_attend_scores`.
 
@@ -320,10 +345,15 @@ def _attend_levels(
     batch, num_heads, q_len, _ = q.shape
     blocks, num_kv_heads = k_layout.token_blocks(k_data), k_data.shape[2]
     q = q.reshape(batch, num_kv_heads, -1, q.shape[-1])
+    if factors is not None:
+        tokens = factors.factors.new_zeros(2, blocks * BLOCK_TOKENS, q.shape[-1])
+        tokens = tokens.slice_scatter(factors.factors, 1, 0, kv_len)
+        factors = KeyFactors(factors.paired.reshape(q.shape), tokens)
     token = torch.arange(blocks * BLOCK_TOKENS, device=q.device).reshape(blocks, 1, 1, 1, BLOCK_TOKENS)
     in_cache = token < kv_len
 
-    scores, visible = _scores(q, k_data, k_layout), in_cache
+    scores = scores_of(q, k_data, k_layout) if factors is None else scores_with_factors(q, factors, k_data, k_layout)
+    visible = in_cache
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if is_causal:
@@ -351,55 +381,6 @@ def _attend_levels(
     return out.reshape(batch, num_heads, q_len, v_layout.head_dim), top[0], total
 
 
-def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
-    """``q . k`` in block form for queries [batch, num_kv_heads, rows, head_dim]."""
-    fmt = layout.format
-    scores = _packed_scores(fmt.query_in_stored_basis(q), data, layout)
-    if fmt.is_calibrated:
-        of_mean = (q * fmt.mean(q)).sum(-1, keepdim=True)
-        scores = scores + torch.where(_is_written(data, layout), of_mean, 0.0)
-    if layout.residual is None:
-        return scores
-    # The same products with the tokens of all entries; exact blocks then take the scores of their entry.
-    keys = layout.rows(data).float()
-    rows = [(keys * row).sum(-1) for row in computed_once(q)[:, :, :, None, None].unbind(2)]
-    entry, exact = holding_entries(data, layout)
-    exact_scores = torch.stack(rows, 3)[:, :, entry].permute(2, 0, 1, 3, 4)
-    return torch.where(exact[..., None, None], exact_scores, scores)
-
-
-def _packed_scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
-    """``q . k`` in block form for queries in the stored basis."""
-    sections, fmt = layout.split(data), layout.format
-    levels = _levels(sections, fmt, transposed=False)
-    q = _times_static_scale(q, fmt)
-    zero_scores = None
-    if fmt.granularity == "channel":
-        if "zero" in sections:
-            zero_scores = (sections["zero"].float() * q).sum(-1, keepdim=True)
-        q = sections["scale"].float() * q
-    # One reduction per row, over the same bytes: Inductor fuses them into one loop, which decodes a byte once.
-    rows = []
-    for row in computed_once(q).unsqueeze(-2).unbind(-3):
-        products = [level * plane for level, plane in zip(levels, row.chunk(len(levels), dim=-1), strict=True)]
-        if fmt.granularity == "plane":
-            products = [
-                product.sum(-1, keepdim=True) * scale
-                for product, scale in zip(products, _scales_of_planes(sections, fmt), strict=True)
-            ]
-        rows.append(sum(products[1:], products[0]).sum(-1))
-    scores = torch.stack(rows, 3)
-    if zero_scores is not None:
-        scores = scores + zero_scores
-    if fmt.granularity != "token":
-        return scores
-    if "scale" in sections:
-        scores = scores * _per_token(sections["scale"])
-    if "zero" in sections:
-        scores = scores + _per_token(sections["zero"]) * q.sum(-1, keepdim=True)
-    return scores
-
-
 def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``sum(p * v)`` over all tokens for weights in block form; [batch, num_kv_heads, rows, head_dim]."""
     if layout.residual is None:
@@ -422,29 +403,24 @@ def _weighted_decoded_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: 
     fmt = layout.format
     out = fmt.from_stored_basis(_weighted_packed_values(p, in_cache, data, layout))
     if fmt.is_calibrated:
-        weight = torch.where(in_cache & _is_written(data, layout), p, 0.0).sum((0, -1)).unsqueeze(-1)
+        weight = torch.where(in_cache & is_written(data, layout), p, 0.0).sum((0, -1)).unsqueeze(-1)
         out = out + weight * fmt.mean(out)
     return out
-
-
-def _is_written(data: Tensor, layout: PackedLayout) -> Tensor:
-    """:meth:`Format.is_written` of all tokens, bool that broadcasts to scores in block form."""
-    return layout.format.is_written(layout.split(data)).squeeze(-1).unsqueeze(3)
 
 
 def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``sum(p * v)`` over the packed blocks, in the stored basis."""
     sections, fmt = layout.split(data), layout.format
-    levels = _levels(sections, fmt, transposed=True)
+    levels = levels_of(sections, fmt, transposed=True)
     weights: tuple[Tensor, ...] = (p,)  # of all planes, or of each
     if fmt.granularity == "plane":
-        scales = [scale.squeeze(-1).unsqueeze(3) for scale in _scales_of_planes(sections, fmt)]
+        scales = [scale.squeeze(-1).unsqueeze(3) for scale in scales_of_planes(sections, fmt)]
         weights = tuple(computed_once(p * torch.where(in_cache, scale, 0.0)) for scale in scales)
     elif fmt.scale_dtype is None or fmt.granularity != "token":
         # Tokens beyond the cache must not count, and 0 * NaN would be NaN.
         levels = [torch.where(in_cache[..., 0, :].unsqueeze(-2), level, 0.0) for level in levels]
     else:
-        weights = (computed_once(p * torch.where(in_cache, _per_token(sections["scale"]), 0.0)),)
+        weights = (computed_once(p * torch.where(in_cache, per_token(sections["scale"]), 0.0)),)
     # Two stages of sums, so that the loops read the cache nearly in the order of its memory.
     blocks = p.shape[0]
     group = math.gcd(blocks, GROUP_BLOCKS) if isinstance(blocks, int) else 1
@@ -456,38 +432,6 @@ def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: P
     # One concatenation of all rows and planes: each is a separate buffer in generated code.
     out = torch.stack(sums, 3).sum(0).unflatten(2, (-1, len(levels))).flatten(-2)
     if "zero" in sections and fmt.granularity == "token":
-        zero = torch.where(in_cache, _per_token(sections["zero"]), 0.0)
+        zero = torch.where(in_cache, per_token(sections["zero"]), 0.0)
         out = out + (p * zero).sum((0, -1)).unsqueeze(-1)
-    return _times_static_scale(out, fmt)
-
-
-def _times_static_scale(x: Tensor, fmt: Format) -> Tensor:
-    return x if fmt.static_scale == 1.0 else x * fmt.static_scale
-
-
-def _levels(sections: dict[str, Tensor], fmt: Format, *, transposed: bool) -> list[Tensor]:
-    """The levels of each plane, [..., BLOCK_TOKENS, width], or [..., width, BLOCK_TOKENS] if ``transposed``.
-
-    With scales per group the results are dequantized values, because these scales cannot be taken out of the products.
-    """
-    levels = [fmt.levels(codes, i) for i, codes in enumerate(fmt.packing.planes(sections))]
-    if fmt.granularity == "group":
-        for name in ("scale", "zero"):
-            if name in sections:
-                channels = sum(level.shape[-1] for level in levels)
-                metadata = fmt.per_channel(sections[name], channels).chunk(len(levels), dim=-1)
-                levels = [
-                    level * plane if name == "scale" else level + plane
-                    for level, plane in zip(levels, metadata, strict=True)
-                ]
-    return [level.transpose(-1, -2) for level in levels] if transposed else levels
-
-
-def _scales_of_planes(sections: dict[str, Tensor], fmt: Format) -> tuple[Tensor, ...]:
-    """Scales per plane [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, 1], a tensor for each plane."""
-    return fmt.metadata_of(sections["scale"]).split(1, dim=-1)
-
-
-def _per_token(section: Tensor) -> Tensor:
-    """Scales or zero points [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, 1] as float32 that broadcasts to scores."""
-    return section.float().squeeze(-1).unsqueeze(3)
+    return times_static_scale(out, fmt)

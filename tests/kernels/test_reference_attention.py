@@ -43,7 +43,10 @@ class Case:
         num_heads, num_kv_heads = heads
         self.kv_len = kv_len
         self.query = torch.randn(batch, num_heads, q_len, head_dims[0], generator=generator).to(dtype)
-        self.layouts = (PackedLayout(key, "key", head_dims[0]), PackedLayout(value, "value", head_dims[1]))
+        self.layouts = (
+            PackedLayout.parse(key, "key", head_dims[0]),
+            PackedLayout.parse(value, "value", head_dims[1]),
+        )
         self.data = []
         for layout in self.layouts:
             x = torch.randn(batch, num_kv_heads, kv_len, layout.head_dim, generator=generator)
