@@ -22,6 +22,8 @@ from torch import Tensor
 from kvcompile.kernels import launch
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
+from kvcompile.kernels.spec.attention import attend_to_vectors
+from kvcompile.kernels.spec.key_factors import KeyFactors
 from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.spec.packing import to_cache_dtype
 
@@ -61,8 +63,11 @@ def attention(
     ranges: Tensor | None = None,
     new_keys: NewTokens | None = None,
     new_values: NewTokens | None = None,
+    key_factors: KeyFactors | None = None,
 ) -> Tensor:
     """:func:`kvcompile.kernels.launch.attention` for all formats. Calibrated formats take no new tokens.
+
+    Keys in another basis are dequantized, and multiplied by their factors, before attention.
 
     Raises:
         ValueError: there is a :func:`refusal`.
@@ -73,6 +78,10 @@ def attention(
     if reason is not None:
         raise ValueError(f"kvcompile::attention: {key.description} and {value.description}: {reason}")
     num_kv_heads = k_data.shape[2]
+    if key_factors is not None:
+        return _attend_dequantized(
+            query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, key, value, key_factors
+        )
     k_plain, v_plain = _plain(key), _plain(value)
     if key.format.is_calibrated:
         query = _of_query_heads(key.format.query_in_plain(_of_kv_heads(query, num_kv_heads)), query)
@@ -83,6 +92,28 @@ def attention(
     if value.format.is_calibrated:
         out = _of_query_heads(_with_mean(value.format, _of_kv_heads(out, num_kv_heads)), out)
     return out
+
+
+def _attend_dequantized(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    key: PackedLayout,
+    value: PackedLayout,
+    key_factors: KeyFactors,
+) -> Tensor:
+    """Attention on keys and values that were dequantized to the dtype of the query."""
+    k = dequantize(k_data, kv_len, query.dtype, key.spec, "key", key.head_dim)
+    v = k if v_data is None else dequantize(v_data, kv_len, query.dtype, value.spec, "value", value.head_dim)
+    return attend_to_vectors(
+        query, k, v, mask=mask, sinks=sinks, is_causal=is_causal, scale=scale, softcap=softcap, key_factors=key_factors
+    ).contiguous()
 
 
 def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec: str, role: str) -> None:

@@ -11,7 +11,8 @@ These functions run on a CPU. Triton kernels that agree with them run on a GPU. 
 
 ``attention`` without ``v_data`` takes ``k_data`` as values, too. ``v_format`` and ``v_head_dim`` must then equal the
 format and head_dim of keys, and ``new_keys`` are also the new values. New tokens need both their vectors and their
-slots (:class:`kvcompile.kernels.spec.new_tokens.NewTokens`).
+slots (:class:`kvcompile.kernels.spec.new_tokens.NewTokens`). ``paired_query`` and ``key_factors`` are what attention
+multiplies keys by (:class:`kvcompile.kernels.spec.key_factors.KeyFactors`).
 
 Importing this module needs neither Triton nor a GPU.
 """
@@ -31,6 +32,7 @@ from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - defines m
 from kvcompile.kernels.lang.recipes import Repeated
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
 from kvcompile.kernels.spec.attention import attend, attend_part
+from kvcompile.kernels.spec.key_factors import KeyFactors
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed
 from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
 from kvcompile.kernels.spec.residual import blocks_of
@@ -49,8 +51,8 @@ _library.define(
 _library.define(
     "attention(Tensor query, Tensor k_data, Tensor? v_data, Tensor? mask, Tensor? sinks, SymInt kv_len, "
     "bool is_causal, float scale, float softcap, str k_format, str v_format, SymInt v_head_dim, Tensor? ranges=None, "
-    "Tensor? new_keys=None, Tensor? new_key_slots=None, Tensor? new_values=None, Tensor? new_value_slots=None) "
-    "-> Tensor",
+    "Tensor? new_keys=None, Tensor? new_key_slots=None, Tensor? new_values=None, Tensor? new_value_slots=None, "
+    "Tensor? paired_query=None, Tensor? key_factors=None) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
@@ -260,6 +262,29 @@ def _new_tokens(
     return None if reads_packed(q_len) else NewTokens(x, slots)
 
 
+def _key_factors(
+    query: Tensor, paired: Tensor | None, factors: Tensor | None, kv_len: int, has_new_keys: bool
+) -> KeyFactors | None:
+    """The factors of keys after a check; None if there are none."""
+    if paired is None or factors is None:
+        if paired is not factors:
+            raise ValueError("kvcompile::attention: paired_query and key_factors are given together or not at all")
+        return None
+    if paired.shape != query.shape or paired.dtype != query.dtype:
+        raise ValueError(
+            f"kvcompile::attention: paired_query must be {query.dtype} {list(query.shape)} as query is, but is "
+            f"{paired.dtype} {list(paired.shape)}"
+        )
+    if factors.shape != (2, kv_len, query.shape[3]) or not factors.is_floating_point():
+        raise ValueError(
+            f"kvcompile::attention: key_factors must be floating point [2, {kv_len}, {query.shape[3]}], but are "
+            f"{factors.dtype} {list(factors.shape)}"
+        )
+    if has_new_keys:
+        raise ValueError("kvcompile::attention: key_factors exclude new_keys; read the new keys packed")
+    return KeyFactors(paired, factors)
+
+
 def _attention(
     query: Tensor,
     k_data: Tensor,
@@ -278,6 +303,8 @@ def _attention(
     new_key_slots: Tensor | None = None,
     new_values: Tensor | None = None,
     new_value_slots: Tensor | None = None,
+    paired_query: Tensor | None = None,
+    key_factors: Tensor | None = None,
 ) -> Tensor:
     key, value = _attention_layouts(query, k_data, v_data, sinks, kv_len, k_format, v_format, v_head_dim)
     of_keys = of_values = _new_tokens("key", new_keys, new_key_slots, k_data, key, query.shape[2])
@@ -285,10 +312,11 @@ def _attention(
         of_values = _new_tokens("value", new_values, new_value_slots, v_data, value, query.shape[2])
     elif new_values is not None or new_value_slots is not None:
         raise ValueError("kvcompile::attention: without v_data the keys serve as values; leave new_values out")
+    factors = _key_factors(query, paired_query, key_factors, kv_len, of_keys is not None)
     if query.is_cuda:
         return calibrated.attention(
             query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim,
-            ranges, of_keys, of_values,
+            ranges, of_keys, of_values, factors,
         )  # fmt: skip
     return attend(
         query,
@@ -304,6 +332,7 @@ def _attention(
         softcap=softcap,
         new_keys=of_keys,
         new_values=of_values,
+        key_factors=factors,
     ).contiguous()
 
 
@@ -325,6 +354,8 @@ def _attention_fake(
     new_key_slots: Tensor | None = None,
     new_values: Tensor | None = None,
     new_value_slots: Tensor | None = None,
+    paired_query: Tensor | None = None,
+    key_factors: Tensor | None = None,
 ) -> Tensor:
     return query.new_empty((*query.shape[:3], v_head_dim))
 

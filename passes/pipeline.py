@@ -131,9 +131,11 @@ def _pack_caches(packing: Packing) -> None:
         packing.gm, packing.example_inputs, packing.shard, exact_prompts=packing.exact_prompts
     )
     assert packing.notes is not None
+    computed = [one.attention for one in packing.accepted if isinstance(one.attention, ComputedAttention)]
+    dequantized = {cache.root for attention in computed for cache in attention.caches}
     for cache, layout in packing.layouts.values():
         with packing.notes.storing(packing.gm, cache):
-            packing.rewriter.rewrite_cache(cache, layout)
+            packing.rewriter.rewrite_cache(cache, layout, dequantizes=cache.root in dequantized)
 
 
 def _fuse_attention(packing: Packing) -> None:

@@ -132,6 +132,27 @@ def attend_part(
     return out, lse
 
 
+def attend_to_vectors(
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float,
+    softcap: float = 0.0,
+    key_factors: KeyFactors | None = None,
+) -> Tensor:
+    """:func:`attend` on dequantized keys and values, [batch, num_kv_heads, kv_len, channels], any float dtype."""
+    q, k, v = query.float() * scale, k.float(), v.float()
+    if key_factors is not None:
+        q, k = with_factors(q, k, key_factors._replace(paired=key_factors.paired.float() * scale))
+    if mask is not None:
+        mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
+    return _attend_scores(q, k, v, mask, sinks, is_causal, softcap)[0].to(query.dtype)
+
+
 def merge_parts(out: Tensor, lse: Tensor) -> Tensor:
     """Attention on all tokens, from the results of :func:`attend_part` for each part.
 
@@ -198,9 +219,9 @@ def _attend(
         return out, _log_sum(top, total, q) if with_lse else None
     if sinks is None and not softcap and not with_lse:
         return _attend_dequantized(q, k_data, v_data, k_layout, v_layout, mask, kv_len, is_causal, new, factors), None
-    out, top, total = _attend_scores(
-        q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap, new, factors
-    )  # fmt: skip
+    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new, factors)
+    out, top, total = _attend_scores(q, k, v, mask, sinks, is_causal, softcap)
+    out = _unrotated(out, v_layout)
     return out, _log_sum(top, total, q) if with_lse else None
 
 
@@ -263,25 +284,13 @@ def _dequantized(data: Tensor, layout: PackedLayout, kv_len: int, new: NewTokens
 
 
 def _attend_scores(
-    q: Tensor,
-    k_data: Tensor,
-    v_data: Tensor,
-    k_layout: PackedLayout,
-    v_layout: PackedLayout,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    kv_len: int,
-    is_causal: bool,
-    softcap: float,
-    new: tuple[NewTokens | None, NewTokens | None],
-    factors: KeyFactors | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, is_causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`_attend_dequantized` with sinks and softcap.
+    """Attention of scaled queries on keys and values in float32, with sinks and softcap.
 
     Returns:
         The output; the numbers that were subtracted from the scores, and the sums of exponentials, [..., 1].
     """
-    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new, factors)
     batch, num_heads, q_len, _ = q.shape
     num_kv_heads = k.shape[1]
     scores = (q.reshape(batch, num_kv_heads, -1, q.shape[-1]) @ k.transpose(-1, -2)).reshape(
@@ -290,7 +299,7 @@ def _attend_scores(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if is_causal:
-        mask = torch.arange(kv_len, device=q.device) <= torch.arange(q_len, device=q.device)[:, None]
+        mask = torch.arange(k.shape[2], device=q.device) <= torch.arange(q_len, device=q.device)[:, None]
     if mask is not None:
         scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
     top = _finite_maximum(scores, -1, sinks[:, None, None] if sinks is not None else None)
@@ -298,9 +307,9 @@ def _attend_scores(
     total = p.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks[:, None, None].float() - top)
-    out = p.reshape(batch, num_kv_heads, -1, kv_len) @ v
+    out = p.reshape(batch, num_kv_heads, -1, k.shape[2]) @ v
     out = out.reshape(batch, num_heads, q_len, -1) / torch.where(total == 0, 1.0, total)
-    return _unrotated(out, v_layout), top, total
+    return out, top, total
 
 
 def _rotated(q: Tensor, layout: PackedLayout) -> Tensor:

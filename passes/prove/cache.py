@@ -12,6 +12,7 @@ from kvcompile.kernels.layout.axes import size_along
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.prove.cache_write import CacheWrite
+from kvcompile.passes.prove.key_factors import KeyRotation
 from kvcompile.passes.prove.reads import Read
 
 Kind = Literal["static", "functional", "allocated", "growing", "fresh", "read-only"]
@@ -138,13 +139,21 @@ class Cache:
 
 @dataclass(frozen=True)
 class Attention:
-    """A marker with its caches proven."""
+    """A marker with its caches proven.
+
+    Attributes:
+        marker: the marker.
+        key, value: the caches.
+        key_read, value_read: how attention reads them.
+        rotation: what is applied to the cached keys before attention; None for keys that are attended to as cached.
+    """
 
     marker: Node
     key: Cache
     value: Cache
     key_read: Read
     value_read: Read
+    rotation: KeyRotation | None = None
 
     @property
     def caches(self) -> tuple[Cache, ...]:
@@ -160,10 +169,13 @@ class ComputedRead:
         roles: the cache values that attention depends on, in the order of the graph, each with the role that it is
             packed in.
         computing: the nodes that lead from these values to the attention, its marker included.
+        between: the nodes whose numbers, and not only their sizes, keys are computed by, in the order of the graph;
+            empty for latents.
     """
 
     roles: dict[Node, Role]
     computing: frozenset[Node]
+    between: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,8 +186,11 @@ class ComputedAttention:
         marker: the marker.
         caches: the caches, which are dequantized for the computation.
         note: what is computed, for the report.
+        fused: the same attention, whose keys are a proven rotation of cached keys; None if it is not proven. It takes
+            the place of this one if its formats allow it.
     """
 
     marker: Node
     caches: tuple[Cache, ...]
     note: str
+    fused: Attention | None = None

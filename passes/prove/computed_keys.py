@@ -1,7 +1,8 @@
 """Find the caches of attention whose keys are computed from a cache, element-wise or by a rotation, in every step.
 
 Some models cache keys before their rotary embedding, and rotate all of them in every step (OLMo, x-transformers). The
-caches of such an attention are packed, and dequantized where the model reads them.
+caches of such an attention are packed. Attention applies a proven rotation to the packed keys
+(:mod:`kvcompile.passes.prove.key_factors`); otherwise the caches are dequantized where the model reads them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def read_computed_keys(marker: Node, value: Read, is_cache: Callable[[Node], boo
             raise Refusal(Reason.used_elsewhere, role="key", source=cache_name(root), user=user)
     every = computed_from([call.original, call.key, call.value], both.__contains__)
     computing = frozenset(node for node, is_computed in every.items() if is_computed)
-    return ComputedRead({roots[0]: "key", value.root: "value"}, computing | {marker})
+    between = tuple(node for node in key if node in made and node is not roots[0])
+    return ComputedRead({roots[0]: "key", value.root: "value"}, computing | {marker}, between)
 
 
 def read_like(root: Node, value: Read) -> Read | None:

@@ -7,7 +7,9 @@ use raises a Refusal, which becomes the site's reason.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -51,6 +53,7 @@ from kvcompile.passes.prove.changes import (
 )
 from kvcompile.passes.prove.computed_keys import read_computed_keys, read_like
 from kvcompile.passes.prove.head_ranges import head_ranges
+from kvcompile.passes.prove.key_factors import read_rotation
 from kvcompile.passes.prove.latents import has_one_head, is_written, later_states, read_latents, read_whole, views_of
 from kvcompile.passes.prove.reads import Read, channels_not_last, trace_read
 from kvcompile.passes.prove.reorders import match_reorder
@@ -120,7 +123,15 @@ class CacheFinder:
         if key is None or value.gathers:
             return None
         caches = [self._cache(key, "key"), self._cache(value, "value")]
-        return self._computed(marker, read, caches, "keys computed from their cache")
+        computed = self._computed(marker, read, caches, "keys computed from their cache")
+        rotation = read_rotation(keys, key.axes, Marker.of(marker).key, read.between)
+        if rotation is None:
+            return computed
+        fused = Attention(marker, caches[0], caches[1], key, value, rotation)
+        with contextlib.suppress(Refusal):
+            _check_heads(marker, fused)
+            return replace(computed, fused=fused)
+        return computed
 
     def _computed(self, marker: Node, read: ComputedRead, caches: list[Cache], note: str) -> ComputedAttention:
         for cache in caches:

@@ -12,13 +12,18 @@ from kvcompile.kernels.lang.gpus import why_unsupported
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.marker import Marker
-from kvcompile.passes.prove.cache import Attention, Cache
+from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention
 from kvcompile.passes.prove.candidate import Candidate
+from kvcompile.passes.prove.key_factors import why_not_fused
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.site import FormatPair, num_layers
 
 ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
 """(module, layer, number of layers) -> formats, or None to leave the layer unchanged."""
+
+
+ROTATED_NOTE = "keys rotated after their cache"
+"""What the report says about attention that applies a rotation to packed keys."""
 
 
 def choose_formats(
@@ -46,6 +51,7 @@ def choose_formats(
                 _check_basis(cache, candidate.layouts[cache.role])
                 _check_shared(cache, candidate.layouts[cache.role])
                 _check_moves(cache, candidate.layouts[cache.role])
+            _fuse_rotation(candidate)
             _check_kernels(candidate)
         except Refusal as refusal:
             candidate.site.refuse(refusal)
@@ -102,6 +108,16 @@ def _check_basis(cache: Cache, layout: PackedLayout) -> None:
             f"cache has {cache.num_kv_heads} of {cache.head_dim}"
         )
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
+
+
+def _fuse_rotation(candidate: Candidate) -> None:
+    """Let attention apply a rotation to packed keys, if the rotation is proven and the formats allow it."""
+    computed = candidate.attention
+    if isinstance(computed, ComputedAttention) and computed.fused is not None:
+        query, key = Marker.of(computed.marker).query, computed.fused.key
+        if why_not_fused(query, key.num_kv_heads, candidate.layouts["key"]) is None:
+            candidate.attention = computed.fused
+            candidate.site.attention = candidate.site.attention.replace(computed.note, ROTATED_NOTE)
 
 
 def _check_kernels(candidate: Candidate) -> None:

@@ -29,12 +29,14 @@ from kvcompile.passes.prove.cache import Attention, Cache
 from kvcompile.passes.prove.cache_write import CacheWrite
 from kvcompile.passes.prove.first_position import first_position
 from kvcompile.passes.prove.head_ranges import HeadRange, head_ranges
+from kvcompile.passes.prove.key_factors import KeyRotation
 from kvcompile.passes.prove.reads import Read
 from kvcompile.passes.rewrite.context_shards import insert_owned, insert_sharded_attention
 from kvcompile.passes.rewrite.heads import data_of_heads, group_heads, joined, narrowed, tile_heads
 from kvcompile.passes.rewrite.hidden_rows import insert_nan_in_hidden_rows
 from kvcompile.passes.rewrite.hidden_tokens import hide_first_tokens
 from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_move, insert_reorder, insert_store
+from kvcompile.passes.rewrite.key_factors import erase_unused, insert_factors, insert_paired_query
 from kvcompile.passes.rewrite.new_tokens import NewTokens, can_be_exact
 from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
 from kvcompile.passes.rewrite.same_blocks import with_same_blocks
@@ -80,8 +82,11 @@ class CacheRewriter:
         gm.recompile()
         return Rewritten(tuple(self.input_actions), tuple(self.output_actions), self.example_inputs)
 
-    def rewrite_cache(self, cache: Cache, layout: PackedLayout) -> None:
-        """Pack the storage of ``cache`` and turn its writes into stores; attention is rewritten afterwards."""
+    def rewrite_cache(self, cache: Cache, layout: PackedLayout, *, dequantizes: bool = False) -> None:
+        """Pack the storage of ``cache`` and turn its writes into stores; attention is rewritten afterwards.
+
+        ``dequantizes``: whether keys or values are computed from its dequantized tokens.
+        """
         # New nodes go right behind the logical write: its operands are defined there, and its readers come later.
         anchors = [write.node.next for write in cache.writes]
         if cache.base.op == "placeholder":
@@ -103,7 +108,7 @@ class CacheRewriter:
         self.packed[cache.root] = state
         if self.exact_prompts and layout.takes_new_tokens and self._last_stored is not None:
             self.new_tokens[cache.root] = self._last_stored
-        if cache.computing:
+        if dequantizes:
             self._dequantize(cache, layout)
         if cache.last_change is not None:
             with self.graph.inserting_before(cache.last_change.node.next):
@@ -174,7 +179,11 @@ class CacheRewriter:
                 self.new_tokens.get(read.root) if can_be_exact(read, call.query) else None
                 for read in (attention.key_read, attention.value_read)
             )
-            parts = [self._attend(shown, heads, data, (key, value), kv_len, new) for heads in ranges]
+            factors, rotation = None, attention.rotation
+            if rotation is not None:
+                new = (None, None)  # few queries read new tokens packed
+                factors = insert_factors(self.graph, rotation, num_tokens, call.query)
+            parts = [self._attend(shown, heads, data, (key, value), kv_len, new, rotation, factors) for heads in ranges]
             result = joined(self.graph, parts)
             channels = attention.value_read.num_channels
             if channels != value.head_dim:
@@ -185,6 +194,8 @@ class CacheRewriter:
             if result.meta["val"].dtype != dtype:
                 result = inline(self.graph, lambda out: out.to(dtype), result)
         replace_marker(self.graph, marker, result)
+        if attention.rotation is not None:
+            erase_unused(self.graph, set(attention.rotation.keys.computes))
 
     def _attend(
         self,
@@ -194,6 +205,8 @@ class CacheRewriter:
         layouts: tuple[PackedLayout, PackedLayout],
         kv_len: Any,
         new: tuple[NewTokens | None, ...],
+        rotation: KeyRotation | None = None,
+        factors: Node | None = None,
     ) -> Node:
         """Attention of a range of heads, inserted at the graph's insertion point."""
         call = narrowed(self.graph, marker, heads)
@@ -203,11 +216,16 @@ class CacheRewriter:
             call = group_heads(self.graph, call, heads.num_heads, heads.tiles)
         key, value = layouts[0].of_heads(heads.key, heads.num_heads), layouts[1].of_heads(heads.value, heads.num_heads)
         if self.shard is None:
-            new_nodes = (
+            new_keys, new_values = (
                 tokens and tokens.of_heads(self.graph, first, heads.num_heads)
                 for tokens, first in zip(new, (heads.key, heads.value), strict=True)
             )
-            result = insert_attention(self.graph, call, k_data, v_data, key, value, kv_len, *new_nodes)
+            key_factors = None
+            if rotation is not None and factors is not None:
+                key_factors = insert_paired_query(self.graph, rotation, call.query), factors
+            result = insert_attention(
+                self.graph, call, k_data, v_data, key, value, kv_len, new_keys, new_values, key_factors
+            )
         else:
             result = insert_sharded_attention(self.graph, self.shard, call, k_data, v_data, (key, value), kv_len)
         if heads.tiles != 1:

@@ -22,6 +22,7 @@ from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.attention import attend, attend_part
 from kvcompile.kernels.spec.gather import gather_tokens
+from kvcompile.kernels.spec.key_factors import KeyFactors
 from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.spec.packing import encoded_tokens, few_tokens, move_tokens, put_tokens, write_tokens
 from kvcompile.kernels.spec.residual import is_few
@@ -142,6 +143,9 @@ def insert_move(graph: Graph, data: Node, layout: PackedLayout, source: Node) ->
 NewNodes = tuple[Node, Node] | None
 """The nodes of :class:`~kvcompile.kernels.spec.new_tokens.NewTokens`."""
 
+FactorNodes = tuple[Node, Node] | None
+"""The nodes of :class:`~kvcompile.kernels.spec.key_factors.KeyFactors`."""
+
 
 def insert_attention(
     graph: Graph,
@@ -153,14 +157,15 @@ def insert_attention(
     kv_len: Any,
     new_keys: NewNodes = None,
     new_values: NewNodes = None,
+    key_factors: FactorNodes = None,
 ) -> Node:
     """Insert the attention of ``marker`` on packed data at the graph's insertion point; returns its output.
 
     ``new_keys`` and ``new_values`` are tokens that the graph has written, to which attention is exact. They are the
-    same if one cache serves as keys and values.
+    same if one cache serves as keys and values. ``key_factors`` is what attention multiplies cached keys by.
     """
     op, new = torch.ops.kvcompile.attention.default, (new_keys, new_values)
-    out: Node = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, attend, new)
+    out: Node = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, attend, new, key_factors)
     return out
 
 
@@ -187,6 +192,7 @@ def _insert_attention(
     op: Any,
     spec: Callable[..., Any],
     new: tuple[NewNodes, NewNodes] = (None, None),
+    key_factors: FactorNodes = None,
 ) -> Any:
     """Insert the operator ``op`` on a GPU, and the operations of ``spec`` elsewhere."""
     scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
@@ -194,7 +200,7 @@ def _insert_attention(
         return insert_region(
             graph, "attention", _computed,
             spec, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len, marker.is_causal, scale,
-            marker.softcap, *_arguments_of(*new),
+            marker.softcap, *_arguments_of(*new, key_factors),
         )  # fmt: skip
     ranges = None
     if marker.mask is not None and marker.mask.meta["val"].dtype == torch.bool:
@@ -203,15 +209,16 @@ def _insert_attention(
     return insert_call(
         graph, op,
         marker.query, k_data, own_v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
-        key.spec, value.spec, value.head_dim, ranges, *_arguments_of(*own_new),
+        key.spec, value.spec, value.head_dim, ranges, *_arguments_of(*own_new, key_factors),
     )  # fmt: skip
 
 
-def _arguments_of(new_keys: NewNodes, new_values: NewNodes) -> tuple[Node | None, ...]:
-    """The last arguments of ``kvcompile::attention``: vectors and slots of new keys and new values."""
-    if new_keys is None and new_values is None:
-        return ()
-    return *(new_keys or (None, None)), *(new_values or (None, None))
+def _arguments_of(new_keys: NewNodes, new_values: NewNodes, key_factors: FactorNodes) -> tuple[Node | None, ...]:
+    """The last arguments of ``kvcompile::attention``: new keys and values with their slots, the factors of keys."""
+    given: tuple[tuple[Node, Node] | None, ...] = (new_keys, new_values, key_factors)
+    while given and given[-1] is None:
+        given = given[:-1]
+    return tuple(node for pair in given for node in pair or (None, None))
 
 
 def _computed(
@@ -231,9 +238,13 @@ def _computed(
     new_key_slots: Tensor | None = None,
     new_values: Tensor | None = None,
     new_value_slots: Tensor | None = None,
+    paired_query: Tensor | None = None,
+    key_factors: Tensor | None = None,
 ) -> Any:
     """Call ``spec`` with positional arguments only, because :func:`inline` takes no others."""
-    new = {}
+    new: dict[str, Any] = {}
+    if paired_query is not None and key_factors is not None:
+        new["key_factors"] = KeyFactors(paired_query, key_factors)
     if new_keys is not None and new_key_slots is not None:
         new["new_keys"] = NewTokens(new_keys, new_key_slots)
     if new_values is not None and new_value_slots is not None:

@@ -1,0 +1,123 @@
+"""Prove that keys are a rotation of channel pairs of cached keys, by an angle of the token: RoPE after the cache.
+
+:mod:`kvcompile.passes.prove.computed_keys` has proven that each key is computed from the cached key of its token and
+head. This module proves more about the same nodes:
+
+- Each channel of a key is a sum of at most two channels of the cached key, times coefficients. The two are partners:
+  the same pairs of channels for all tokens, sequences and heads.
+- The coefficients depend on no cache, and are the same for all sequences and heads.
+
+No formula of a rotary embedding is assumed. :mod:`kvcompile.passes.prove.linear_keys` follows the nodes one by one;
+each must be a linear operation that leaves tokens, sequences and heads in place. The same operations then run twice. On
+generic numbers they show the partners. In the rewritten graph, on keys of ones and zeros, they give the coefficients of
+each token (:mod:`kvcompile.kernels.spec.key_factors`). Keys without such a proof are computed from dequantized caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.compat.tensors import without_modes
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.attention import MAX_DECODE_ROWS
+from kvcompile.kernels.spec.key_factors import paired_query
+from kvcompile.passes.graph.aten import shape_of
+from kvcompile.passes.prove.linear_keys import LinearKeys, follow_linear_keys
+
+
+@dataclass(frozen=True)
+class KeyRotation:
+    """Keys that are channel pairs of cached keys, turned by token.
+
+    Attributes:
+        partners: for each channel, the other channel of its pair, or the channel itself.
+        keys: the operations from the cached keys to the keys of attention.
+    """
+
+    partners: tuple[int, ...]
+    keys: LinearKeys
+
+    def factors(self, coefficients: Sequence[Tensor], num_tokens: int, device: torch.device) -> Tensor:
+        """The factors of :class:`~kvcompile.kernels.spec.key_factors.KeyFactors`, [2, num_tokens, head_dim].
+
+        They are computed in float32, or in float64 if the coefficients are, even if the model rounds its keys in
+        between: attention on packed keys does not round them.
+
+        Args:
+            coefficients: the values of ``keys.coefficients``.
+            num_tokens: the number of cached keys.
+            device: of the result.
+        """
+        is_first = _flags([at <= partner for at, partner in enumerate(self.partners)], device)
+        has_partner = _flags([at != partner for at, partner in enumerate(self.partners)], device)
+        of_first, of_second = (
+            self.keys.computed(cached.float().expand(num_tokens, -1), coefficients) for cached in (is_first, ~is_first)
+        )
+        of_own = torch.where(is_first, of_first, of_second)
+        of_partner = torch.where(has_partner, torch.where(is_first, of_second, of_first), 0.0)
+        return torch.stack([of_own, paired_query(of_partner, self.partners)])
+
+
+def read_rotation(root: Node, axes: str, key: Node, between: Sequence[Node]) -> KeyRotation | None:
+    """The rotation by which the keys of an attention are computed from its cache; None if it is not proven.
+
+    Args:
+        root: the cached keys.
+        axes: the order of their dimensions, four letters.
+        key: the keys of attention, [batch, heads, tokens, head_dim].
+        between: the nodes whose numbers depend on ``root``, up to ``key``, in the order of the graph.
+    """
+    keys = follow_linear_keys(root, axes, key, between)
+    if keys is None:
+        return None
+    with without_modes():  # on real numbers, although the graph holds fake tensors
+        partners = partners_of(keys.dependence())
+    return None if partners is None else KeyRotation(partners, keys)
+
+
+def partners_of(depends: Tensor) -> tuple[int, ...] | None:
+    """The partner of each channel, or the channel itself if it has none; None if some channel has several partners.
+
+    Args:
+        depends: bool [head_dim, head_dim], whether a channel of the key (row) depends on a channel of the cached key.
+    """
+    partners = list(range(len(depends)))
+    for channel, other in depends.nonzero().tolist():
+        if channel == other:
+            continue
+        if partners[channel] not in (channel, other) or partners[other] not in (other, channel):
+            return None
+        partners[channel], partners[other] = other, channel
+    return tuple(partners)
+
+
+def why_not_fused(query: Node, num_kv_heads: int, layout: PackedLayout) -> str | None:
+    """Why attention on keys in ``layout`` rather reads keys that were dequantized and rotated; None if it does not.
+
+    A rotated format, or a calibrated one, would have to be turned back before each key can be multiplied by its
+    factors. For many queries, dequantizing all keys once costs less than multiplying them in every tile of queries.
+    """
+    _, num_heads, q_len, _ = shape_of(query)
+    if layout.format.rotated or layout.format.is_calibrated or not layout.format.has_levels:
+        return f"{layout.format_name} stores keys in another basis"
+    if not statically_known_true(num_heads * q_len <= MAX_DECODE_ROWS * num_kv_heads):
+        return f"a KV head has more than {MAX_DECODE_ROWS} query rows"
+    if query.meta["val"].device.type == "cuda":
+        return "no kernel multiplies keys by factors"
+    return None
+
+
+def _flags(flags: Sequence[bool], device: torch.device) -> Tensor:
+    """``flags`` as a bool tensor that is computed from their bits, because a traced function captures no tensor."""
+    channel = torch.arange(len(flags), device=device)
+    word = torch.zeros_like(channel)
+    for begin in range(0, len(flags), 32):
+        bits = sum(flag << place for place, flag in enumerate(flags[begin : begin + 32]))
+        word = torch.where(channel // 32 == begin // 32, bits, word)
+    return (word >> channel % 32) & 1 != 0

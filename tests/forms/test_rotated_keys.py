@@ -1,0 +1,181 @@
+"""RoPE after the cache: attention rotates packed keys where it reads them, and no key exists in the cache's dtype.
+
+Graphs run node by node, unless generated code is the point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_computed_keys import (
+    BATCH,
+    HEAD_DIM,
+    LOSSLESS,
+    LOSSY,
+    MAX_LEN,
+    NUM_KV_HEADS,
+    attend,
+    caches,
+    compiled,
+    packed,
+    rotate_halves,
+    rotate_neighbours,
+    rows,
+    static_step,
+    visible,
+)
+from torch import Tensor
+
+import kvcompile
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.prove.formats import ROTATED_NOTE
+
+Step = Callable[..., Any]
+
+COMPUTED_NOTE = "keys computed from their cache"
+TOKENS = torch.arange(MAX_LEN)
+
+without_code = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
+
+
+def note_of(step: Step, policy: Any, *arguments: Any) -> tuple[Any, str]:
+    """The result of a compiled step, and what the report says about its keys."""
+    with kvcompile.collect_reports() as report:
+        found = compiled(step, policy)(*arguments)
+    (site,) = report.sites
+    return found, site.attention.split(", ")[-1]
+
+
+def plain_caches_in(graph: torch.fx.Graph) -> list[str]:
+    """The nodes that hold every token and channel of a cache as numbers, for all sequences and heads."""
+    values = ((node.name, node.meta.get("val")) for node in graph.nodes)
+    tensors = ((name, x) for name, x in values if isinstance(x, Tensor) and x.is_floating_point())
+    return [name for name, x in tensors if x.numel() >= BATCH * NUM_KV_HEADS * MAX_LEN * HEAD_DIM]
+
+
+def pos_of_last(n: int = 1) -> Tensor:
+    return torch.arange(MAX_LEN - n, MAX_LEN)
+
+
+def test_no_node_of_the_graph_holds_the_keys(fresh_compiler: None, rewritten_graphs: list[torch.fx.Graph]) -> None:
+    _, note = note_of(static_step(rotate_halves), LOSSY, *rows(1), *caches(), pos_of_last())
+    assert note == ROTATED_NOTE
+    assert plain_caches_in(rewritten_graphs[-1]) == []
+
+
+def test_layers_share_their_factors(fresh_compiler: None, rewritten_graphs: list[torch.fx.Graph]) -> None:
+    layer = static_step(rotate_halves)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        *stored, pos = rest
+        q = layer(q, k, v, *stored[:2], pos)
+        return layer(q, k, v, *stored[2:], pos)
+
+    with kvcompile.collect_reports() as report:
+        compiled(step, LOSSY)(*rows(1), *caches(), *caches(), pos_of_last())
+    assert [site.attention.split(", ")[-1] for site in report.sites] == [ROTATED_NOTE] * 2
+    calls = rewritten_graphs[-1].find_nodes(op="call_function", target=torch.ops.kvcompile.attention.default)
+    assert len(calls) == 2
+    assert calls[0].args[-1] is calls[1].args[-1]
+
+
+@without_code
+def test_a_prompt_is_attended_to_on_dequantized_keys() -> None:
+    given, n = caches(), 20
+    expected, arguments, pos = [x.clone() for x in given], rows(n), torch.arange(n)
+    step = static_step(rotate_halves)
+    found, note = note_of(step, LOSSLESS, *arguments, *given, pos)
+    assert note == COMPUTED_NOTE
+    torch.testing.assert_close(found, step(*arguments, *expected, pos), rtol=1e-5, atol=1e-5)
+
+
+@without_code
+@pytest.mark.parametrize("policy", ["int4_per_token_head", "turboquant_3bit"])
+def test_a_format_with_another_basis_is_dequantized(policy: str) -> None:
+    given = caches()
+    _, note = note_of(static_step(rotate_halves), policy, *rows(1), *given, pos_of_last())
+    assert note == COMPUTED_NOTE
+
+
+@without_code
+def test_tables_may_be_buffers_that_positions_index() -> None:
+    angles = TOKENS[:, None] * 0.01 * torch.arange(1, HEAD_DIM // 2 + 1)
+    cos, sin = (torch.cat([of(angles)] * 2, -1) for of in (torch.cos, torch.sin))
+
+    def compute(x: Tensor, pos: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos[pos] + torch.cat([-second, first], -1) * sin[pos]
+
+    step, given = static_step(compute), caches()
+    expected, arguments, pos = packed(given), rows(2), pos_of_last(2)
+    found, note = note_of(step, LOSSY, *arguments, *given, pos)
+    assert note == ROTATED_NOTE
+    torch.testing.assert_close(found, step(*arguments, *expected, pos), rtol=1e-5, atol=1e-5)
+
+
+@without_code
+def test_a_bfloat16_model_gets_at_least_its_own_precision() -> None:
+    def compute(x: Tensor, pos: Tensor) -> Tensor:
+        return rotate_halves(x.float(), pos).type_as(x)
+
+    step, given = static_step(compute), [x.bfloat16() for x in caches()]
+    arguments, pos = [x.bfloat16() for x in rows(1)], pos_of_last()
+    exact = [x.float() for x in given]
+    expected = step(*(x.float() for x in arguments), *exact, pos)
+    plain = step(*arguments, *(x.clone() for x in given), pos)
+    found, note = note_of(step, {"default": {"dtype": "bfloat16"}}, *arguments, *given, pos)
+    assert note == ROTATED_NOTE
+    assert (found - expected).norm() <= 1.2 * (plain - expected).norm()
+
+
+@without_code
+def test_one_site_may_rotate_the_keys_that_another_site_computes_otherwise() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+        return attend(q, rotate_halves(keys, TOKENS), values, pos) + attend(q, keys.tanh(), values, pos)
+
+    given = caches()
+    expected, arguments, pos = packed(given), rows(1), pos_of_last()
+    with kvcompile.collect_reports() as report:
+        found = compiled(step, LOSSY)(*arguments, *given, pos)
+    assert [site.attention.split(", ")[-1] for site in report.sites] == [ROTATED_NOTE, COMPUTED_NOTE]
+    torch.testing.assert_close(found, step(*arguments, *expected, pos), rtol=1e-5, atol=1e-5)
+
+
+@without_code
+def test_tokens_that_are_kept_exact_are_rotated_too() -> None:
+    policy = {"default": {"dtype": LOSSY}, "residual_length": 64, "sink_tokens": 64}
+    step, given = static_step(rotate_neighbours), caches()
+    expected = [x.clone() for x in given]
+    arguments, pos = rows(1), pos_of_last()
+    found, note = note_of(step, policy, *arguments, *given, pos)
+    assert note == ROTATED_NOTE
+    torch.testing.assert_close(found, step(*arguments, *expected, pos), rtol=0.02, atol=0.02)
+
+
+def test_generated_code_of_growing_caches_rotates_packed_keys(fresh_compiler: None) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None) -> Any:
+        keys, values = k * 2, v * 2
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+        pos = torch.arange(keys.shape[2] - q.shape[2], keys.shape[2])
+        rotated = rotate_halves(keys, torch.arange(keys.shape[2]))
+        out = F.scaled_dot_product_attention(
+            rotate_halves(q, pos), rotated, values, attn_mask=visible(pos, keys.shape[2]), enable_gqa=True
+        )
+        return out, (keys, values)
+
+    run = compiled(step, LOSSLESS)
+    past = expected = None
+    with kvcompile.collect_reports() as report:
+        for n in (66, 1, 1, 1):
+            arguments = rows(n)
+            out, past = run(*arguments, past)
+            result, expected = step(*arguments, expected)
+            torch.testing.assert_close(out, result, rtol=1e-5, atol=1e-5)
+            assert isinstance(past[0], PackedTensor)
+    assert {site.attention.split(", ")[-1] for site in report.sites if "rotated" in site.attention} == {ROTATED_NOTE}
