@@ -67,7 +67,7 @@ def attention(
 ) -> Tensor:
     """:func:`kvcompile.kernels.launch.attention` for all formats. Calibrated formats take no new tokens.
 
-    Keys in another basis are dequantized, and multiplied by their factors, before attention.
+    Keys that no kernel multiplies by factors are dequantized first.
 
     Raises:
         ValueError: there is a :func:`refusal`.
@@ -78,7 +78,7 @@ def attention(
     if reason is not None:
         raise ValueError(f"kvcompile::attention: {key.description} and {value.description}: {reason}")
     num_kv_heads = k_data.shape[2]
-    if key_factors is not None:
+    if key_factors is not None and not _multiplies_by_factors(query, k_data, v_data, key, value):
         return _attend_dequantized(
             query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, key, value, key_factors
         )
@@ -87,11 +87,22 @@ def attention(
         query = _of_query_heads(key.format.query_in_plain(_of_kv_heads(query, num_kv_heads)), query)
     out = launch.attention(
         query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_plain.spec, v_plain.spec,
-        v_plain.head_dim, ranges, new_keys=new_keys, new_values=new_values,
+        v_plain.head_dim, ranges, new_keys=new_keys, new_values=new_values, key_factors=key_factors,
     )  # fmt: skip
     if value.format.is_calibrated:
         out = _of_query_heads(_with_mean(value.format, _of_kv_heads(out, num_kv_heads)), out)
     return out
+
+
+def _multiplies_by_factors(
+    query: Tensor, k_data: Tensor, v_data: Tensor | None, key: PackedLayout, value: PackedLayout
+) -> bool:
+    """Whether a kernel multiplies keys in this layout by factors; no kernel does in another basis than their own."""
+    if key.format.is_calibrated:
+        return False
+    plain = _plain(value)
+    config = launch.config_of_factors(query, k_data, v_data, key.spec, plain.spec, plain.head_dim)
+    return config is not None
 
 
 def _attend_dequantized(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.attention.call import AttentionCall
-from kvcompile.kernels.attention.configs import AttentionConfig, attention_config, num_splits
-from kvcompile.kernels.attention.decode import attention_kernel
+from kvcompile.kernels.attention.configs import AttentionConfig, attention_config, config_with_factors, num_splits
+from kvcompile.kernels.attention.decode import attention_kernel, attention_with_factors_kernel
 from kvcompile.kernels.attention.exact_blocks import num_items
 from kvcompile.kernels.attention.launch_prefill import attend_prefill, dequantize_pairs, is_prefill
 from kvcompile.kernels.attention.splits import combine_kernel
@@ -27,6 +27,7 @@ from kvcompile.kernels.latent.tiles import LatentOperand
 from kvcompile.kernels.layout.operand import PackedOperand, operand_and_scale, packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.kernels.layout.references import is_reference, strides_of
+from kvcompile.kernels.spec.key_factors import KeyFactors
 from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.store import launch as store_launch
 from kvcompile.kernels.store.launch import Positions
@@ -38,6 +39,7 @@ RANGES_AT_ONCE = 16
 """The most query positions of a sequence for which the merge of splits reads their visible ranges."""
 
 launch_attention = Launcher(attention_kernel, writes=("out_ptr", "lse_ptr"))
+launch_attention_with_factors = Launcher(attention_with_factors_kernel, writes=("out_ptr", "lse_ptr"))
 launch_combine = Launcher(combine_kernel, writes=("out_ptr", "out_lse_ptr"))
 launch_visible_range = Launcher(visible_range_kernel, writes=("out_ptr",))
 
@@ -59,6 +61,7 @@ def attention(
     out_lse: Tensor | None = None,
     new_keys: NewTokens | None = None,
     new_values: NewTokens | None = None,
+    key_factors: KeyFactors | None = None,
 ) -> Tensor:
     """:func:`kvcompile.kernels.spec.attention.attend` on a GPU, or ``attend_part`` with ``out_lse``.
 
@@ -76,6 +79,8 @@ def attention(
         out_lse: float32 [batch, num_heads, q_len, 2], which takes the log-sum-exp; None if it is not needed.
         new_keys, new_values: tokens that the same call has written, to which attention is exact, for layouts that
             take them. Without ``v_data`` both are the same.
+        key_factors: what keys are multiplied by before attention, for keys in no other basis than their own; excludes
+            new keys. Its tensors may have any strides.
 
     Returns:
         [batch, num_heads, q_len, v_head_dim] in the dtype of ``query``, in float32 with ``out_lse``; contiguous.
@@ -107,12 +112,17 @@ def attention(
     call = AttentionCall(
         query, k_data, v_data, mask_data, mask_strides, mask_kind, ranges, min(kv_len, q_len) if is_causal else kv_len,
         is_causal, scale * math.log2(math.e), softcap * math.log2(math.e), key, value, key_scale,
-        value_scale, new_keys, new_values,
+        value_scale, new_keys, new_values, key_factors,
     )  # fmt: skip
 
     with_lse = sinks is not None or out_lse is not None
     is_latent = isinstance(key, LatentOperand)
-    decode = None if is_latent or is_prefill(call) else _decode_config(call)
+    if key_factors is not None:
+        decode = config_of_factors(query, k_data, None if value is key else v_data, k_format, v_format, v_head_dim)
+        if decode is None:
+            raise ValueError(f"kvcompile::attention: no kernel multiplies keys in {k_format} by factors on this device")
+    else:
+        decode = None if is_latent or is_prefill(call) else _decode_config(call)
     if decode is not None:
         partial, lse, splits = _attend_decode(call, out, decode, with_lse=with_lse)
     else:
@@ -222,6 +232,23 @@ def _decode_config(call: AttentionCall) -> AttentionConfig | None:
     )  # fmt: skip
 
 
+def config_of_factors(
+    query: Tensor, k_data: Tensor, v_data: Tensor | None, k_format: str, v_format: str, v_head_dim: int
+) -> AttentionConfig | None:
+    """The configuration of the decode kernel that multiplies keys by factors, for arguments of :func:`attention`.
+
+    None if there is none: keys in another basis than their own, formats without levels, or too little shared memory.
+    """
+    head_dim, float32 = query.shape[3], query.dtype == torch.float32
+    key_layout, value_layout = _layout(k_format, "key", head_dim), _layout(v_format, "value", v_head_dim)
+    if key_layout.format.rotated or not (key_layout.format.has_levels and value_layout.format.has_levels):
+        return None
+    key, _ = _operand_and_scale(k_format, "key", head_dim, float32, k_data)
+    value = key if v_data is None else _operand_and_scale(v_format, "value", v_head_dim, float32, v_data)[0]
+    rows = query.shape[1] // k_data.shape[2] * query.shape[2]
+    return config_with_factors(launcher.multiprocessor_of(query.device), key, value, rows, float32)
+
+
 def _has_mask_per_row(call: AttentionCall) -> bool:
     """Whether a mask differs between the query rows of a KV head."""
     q_len, strides = call.query.shape[2], call.mask_strides
@@ -252,15 +279,23 @@ def _attend_decode(
         outputs = (splits + exact_splits, batch * num_heads * q_len)
         partial = call.query.new_empty((*outputs, call.value.head_dim), dtype=torch.float32)
         lse = call.query.new_empty((*outputs, 2), dtype=torch.float32)
-    launch_attention(
+    launch = launch_attention
+    queries: tuple[Tensor, ...] = (call.query,)
+    query_strides: tuple[tuple[int, ...], ...] = (call.query.stride(),)
+    lengths: tuple[int, ...] = (call.kv_len,)
+    if call.key_factors is not None:
+        paired, factors = call.key_factors.paired, call.key_factors.factors.contiguous()
+        launch, queries = launch_attention_with_factors, (call.query, paired, factors)
+        query_strides, lengths = (call.query.stride(), paired.stride()), (call.kv_len, factors.shape[1])
+    launch(
         (batch * num_kv_heads, row_tiles, splits),
         (
-            call.query, call.k_data, call.v_data, call.mask, call.query if call.ranges is None else call.ranges,
+            *queries, call.k_data, call.v_data, call.mask, call.query if call.ranges is None else call.ranges,
             partial, lse,
         ),
-        (call.query.stride(), strides_of(call.k_data), strides_of(call.v_data), call.mask_strides),
+        (*query_strides, strides_of(call.k_data), strides_of(call.v_data), call.mask_strides),
         (
-            num_kv_heads, q_len, call.kv_len, splits, call.score_scale, call.softcap, call.key_scale, call.value_scale,
+            num_kv_heads, q_len, *lengths, splits, call.score_scale, call.softcap, call.key_scale, call.value_scale,
         ),
         (
             call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, _has_mask_per_row(call),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvcompile.kernels.layout.operand import PackedOperand
+from kvcompile.kernels.spec.key_factors import KeyFactors
 from kvcompile.kernels.spec.new_tokens import NewTokens
 
 
@@ -41,6 +42,7 @@ class AttentionCall(NamedTuple):
         key, value: compile-time descriptions of keys and values.
         key_scale, value_scale: static scales of keys and values.
         new_keys, new_values: new tokens, to which attention is exact; None if there are none.
+        key_factors: what keys are multiplied by; None if they are attended to as cached.
     """
 
     query: Tensor
@@ -60,6 +62,7 @@ class AttentionCall(NamedTuple):
     value_scale: float
     new_keys: NewTokens | None = None
     new_values: NewTokens | None = None
+    key_factors: KeyFactors | None = None
 
     @property
     def keys(self) -> Source:

@@ -87,6 +87,8 @@ RESERVED_NBYTES = 1 << 10
 """Shared memory that a multiprocessor reserves for each program."""
 
 PORTABLE = AttentionConfig(8, 64)
+FACTORS = AttentionConfig(8, 64, num_stages=2)
+FACTORS_FLOAT32 = AttentionConfig(16, 64, num_stages=1)
 FLOAT32 = AttentionConfig(16, 64, num_stages=1)
 
 
@@ -133,6 +135,36 @@ def attention_config(
         if float32 and capability == 10:
             return None  # Triton 3.7 fails on this kernel for sm_100 (``ConvertNVGPUToLLVM``)
         exact_nbytes = shared_nbytes + _exact_nbytes(config, key, value, float32)
+    return _with_room(config, tile_nbytes, other_nbytes, exact_nbytes, multiprocessor)
+
+
+@functools.cache
+def config_with_factors(
+    multiprocessor: Multiprocessor, key: PackedOperand, value: PackedOperand, rows: int, float32: bool
+) -> AttentionConfig | None:
+    """The configuration of :func:`kvcompile.kernels.attention.decode.attention_with_factors_kernel`.
+
+    None if none serves the device. A program loads two tiles of factors beside each tile of keys. They are as large as
+    a tile of 32-bit keys in half precision, so that fewer tiles are loaded ahead. Nothing was measured on a GPU yet.
+
+    Args:
+        multiprocessor: the sizes of a multiprocessor.
+        key, value: compile-time descriptions of keys and values.
+        rows: query rows per KV head.
+        float32: whether products are computed in float32.
+    """
+    config = FACTORS_FLOAT32 if float32 else FACTORS
+    config = replace(config, rows=min(16, max(4, triton.next_power_of_2(rows))))
+    itemsize = 4 if float32 else 2
+    factors_nbytes = 2 * config.tokens * key.padded_head_dim * itemsize
+    tile_nbytes = _tile_nbytes(config, key, value, least_bits=0) + factors_nbytes
+    query_nbytes = config.rows * (2 * key.padded_head_dim * itemsize + value.padded_head_dim * 4)
+    # Levels that were multiplied by factors pass through shared memory, and so do levels of values in float32.
+    other_nbytes = SCRATCH_NBYTES + query_nbytes + factors_nbytes // 2
+    other_nbytes += _tile_nbytes(config, value, value, least_bits=32 if float32 else 16) // 2
+    exact_nbytes = 0
+    if key.num_entries + value.num_entries > 0:
+        exact_nbytes = SCRATCH_NBYTES + query_nbytes + 2 * _exact_nbytes(config, key, value, float32)
     return _with_room(config, tile_nbytes, other_nbytes, exact_nbytes, multiprocessor)
 
 

@@ -28,6 +28,9 @@ have work even if only a part of the cache is visible. :mod:`kvcompile.kernels.a
 If the caches have exact blocks, the splits also take turns at those, see
 :mod:`kvcompile.kernels.attention.exact_blocks`. A program attends to them last: tags and rows arrive in the meantime.
 
+Keys may have to be multiplied by factors of their token before attention. A separate kernel does so. Both kernels share
+all functions, and one without factors compiles as if there were no other.
+
 A device fetches the first 64 KiB of a kernel's code when it launches the kernel. Each line of code behind them costs a
 program 30 to 50 ns when it first runs, which a single warp per scheduler cannot hide. One loop therefore serves all
 tiles, and code that rarely runs is a separate function at the end.
@@ -48,6 +51,7 @@ from kvcompile.kernels.attention.exact_blocks import (
     prefetch_item,
     tags_of,
 )
+from kvcompile.kernels.attention.key_factors import load_paired_rows, query_with_pairs, scores_with_factors
 from kvcompile.kernels.attention.query import load_query_rows, query_of, rows_of_program
 from kvcompile.kernels.attention.softmax_tile import (
     attend_packed,
@@ -96,6 +100,55 @@ def attention_kernel(
             leave no room for the last of them.
         EXACT_ITEMS: the number of items of exact blocks, 0 if there are no entries. Otherwise PARTIAL must be set.
     """
+    _attend(
+        None, query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr, query_strides, key_strides,
+        value_strides, mask_strides, num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap, key_scale,
+        value_scale, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS,
+        TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_factors", "num_splits"])
+def attention_with_factors_kernel(
+    query_ptr, paired_ptr, factors_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
+    query_strides, paired_strides, key_strides, value_strides, mask_strides,
+    num_kv_heads, q_len, kv_len, num_factors, num_splits, score_scale, softcap, key_scale, value_scale,
+    KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, MERGES_EARLY: tl.constexpr,
+    EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, EXACT_ITEMS: tl.constexpr, EXACT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """:func:`attention_kernel` for keys that are multiplied by factors (:mod:`kvcompile.kernels.spec.key_factors`).
+
+    Args:
+        paired_ptr: the paired query, [batch, num_heads, q_len, head_dim], strides (batch, head, position, channel).
+        factors_ptr: [2, num_factors, head_dim], any float dtype, contiguous.
+        num_factors: the number of tokens that have factors, at least ``kv_len``.
+    """
+    _attend(
+        (paired_ptr, paired_strides, factors_ptr, num_factors), query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr,
+        out_ptr, lse_ptr, query_strides, key_strides, value_strides, mask_strides, num_kv_heads, q_len, kv_len,
+        num_splits, score_scale, softcap, key_scale,
+        value_scale, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS,
+        TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION,
+    )  # fmt: skip
+
+
+@jit
+def _attend(
+    factors, query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
+    query_strides, key_strides, value_strides, mask_strides,
+    num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap, key_scale, value_scale,
+    KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, MERGES_EARLY: tl.constexpr,
+    EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, EXACT_ITEMS: tl.constexpr, EXACT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """:func:`attention_kernel`; ``factors`` is None, or the argument of
+    :func:`kvcompile.kernels.attention.key_factors.load_paired_rows`.
+    """
     if MERGES_EARLY:
         gdc_launch_dependents()
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
@@ -114,6 +167,8 @@ def attention_kernel(
     # The ranges of visible tokens, the query and the tags are needed first, and are loaded first.
     position, head, in_query, query_ptrs, tokens, _ = rows_of_program(program, GROUP_SIZE, MASK, IS_CAUSAL, ROWS)
     q = load_query_rows(query_ptrs, in_query, query_strides[3], KEY)
+    if factors is not None:
+        paired = load_paired_rows(factors, program, head, position, in_query, KEY)
     begin, end, all_begin, all_end = tokens
     if EXACT_ITEMS > 0:
         key_tags, value_tags = tags_of(key_ptr, KEY), tags_of(value_ptr, VALUE)
@@ -142,32 +197,35 @@ def attention_kernel(
     if MASK == "bool" and PARTIAL and own_tiles <= 0:
         store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
     else:
-        query = query_of(q, score_scale * key_scale, KEY)
+        if factors is None:
+            query = query_of(q, score_scale * key_scale, KEY)
+        else:
+            query = query_with_pairs(q, paired, score_scale * key_scale, KEY)
         state = empty_state(ROWS, NUM_WARPS, VALUE)
         for own_tile in tl.range(0, tl.maximum(own_tiles, 0), num_stages=NUM_STAGES):
             tile = first_tile + own_turn(turns, own_tile, split, num_splits, EXACT_ITEMS)
             is_whole = (tile * TOKENS >= all_begin) & ((tile + 1) * TOKENS <= all_end)
             state = _attend_to_tile(
                 state, query, tile, is_whole, end, key_ptr, value_ptr, key_strides[0], value_strides[0], softcap,
-                program, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, ROWS, TOKENS,
-                NUM_WARPS,
+                program, factors, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, ROWS,
+                TOKENS, NUM_WARPS,
             )  # fmt: skip
         store_output(state, out_ptr, lse_ptr, out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
     if EXACT_ITEMS > 0 and split < EXACT_ITEMS:
         caches = key_ptr, value_ptr, key_strides[0], value_strides[0]
         attend_to_exact_blocks(
-            program, caches, (out_ptr, lse_ptr), (score_scale, softcap, key_scale, value_scale), split, num_splits, KEY,
-            VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL,
-            EXACT_PRECISION, ROWS, NUM_WARPS,
+            program, factors, caches, (out_ptr, lse_ptr), (score_scale, softcap, key_scale, value_scale), split,
+            num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW,
+            IS_CAUSAL, PARTIAL, EXACT_PRECISION, ROWS, NUM_WARPS,
         )  # fmt: skip
 
 
 @jit
 def _attend_to_tile(
     state, query, tile, is_whole, end, key_ptr, value_ptr, stride_key_block, stride_value_block, softcap, program,
-    KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, NUM_WARPS: tl.constexpr,
+    factors, KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """The state of attention after one more tile of packed tokens.
 
@@ -177,6 +235,7 @@ def _attend_to_tile(
             registers, but computed again for each other tile.
         end: the token after the last one that any row sees.
         program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
+        factors: the argument of :func:`_attend`.
     """
     first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
     key_tile_ptr = block_ptr(key_ptr, stride_key_block, first_block, KEY)
@@ -185,7 +244,11 @@ def _attend_to_tile(
     tokens_left = TOKENS if KEY.block_tokens == TOKENS else program[5] - tile * TOKENS
     keys = load_packed(key_tile_ptr, stride_key_block, tokens_left, KEY, TOKENS)
     values = load_packed(value_tile_ptr, stride_value_block, tokens_left, VALUE, TOKENS)
-    scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
+    if factors is None:
+        scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
+    else:
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        scores = scores_with_factors(keys, query, factors, token, program[5], KEY, PRECISION, TOKENS)
     if HAS_SOFTCAP:
         scores = capped(scores, softcap)
     scale, zero = token_metadata(values, VALUE, TOKENS)

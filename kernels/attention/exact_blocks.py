@@ -15,6 +15,7 @@ different tokens. Decoding takes many instructions, and is therefore a separate 
 
 from __future__ import annotations
 
+from kvcompile.kernels.attention.key_factors import load_paired_rows, products_with_factors, query_with_pairs
 from kvcompile.kernels.attention.query import first_columns, load_query_rows, query_of, rows_of_program
 from kvcompile.kernels.attention.softmax_tile import (
     accumulate,
@@ -136,7 +137,7 @@ def prefetch_item(
 
 @jit
 def attend_to_exact_blocks(
-    program, caches, outputs, factors, split, num_splits,
+    program, key_factors, caches, outputs, factors, split, num_splits,
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
@@ -148,6 +149,7 @@ def attend_to_exact_blocks(
 
     Args:
         program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
+        key_factors: None, or the argument of :func:`kvcompile.kernels.attention.key_factors.load_paired_rows`.
         caches: (key_ptr, value_ptr, stride_key_block, stride_value_block): the headers of both caches of a head, and
             the bytes from one block to the next.
         outputs: (out_ptr, lse_ptr).
@@ -158,13 +160,14 @@ def attend_to_exact_blocks(
     SAME_ENTRIES: tl.constexpr = _have_same_entries(KEY, VALUE)
     if SAME_ENTRIES and _hold_different_blocks(caches[0], caches[1], KEY, VALUE):
         _attend_apart(
-            program, caches, outputs, factors, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE,
-            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS, False,
+            program, key_factors, caches, outputs, factors, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE,
+            ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS, False,
         )  # fmt: skip
     else:
         _attend_here(
-            program, caches, outputs, factors, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE,
-            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS, SAME_ENTRIES,
+            program, key_factors, caches, outputs, factors, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE,
+            ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS,
+            SAME_ENTRIES,
         )  # fmt: skip
 
 
@@ -176,7 +179,7 @@ def _hold_different_blocks(key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.cons
 
 
 def _attend_to_items(
-    program, caches, outputs, factors, split, num_splits,
+    program, key_factors, caches, outputs, factors, split, num_splits,
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
@@ -197,7 +200,11 @@ def _attend_to_items(
     TOKENS: tl.constexpr = 16 * NUM_WARPS
     RUNS: tl.constexpr = KEY.block_tokens // TOKENS
     HOLDERS: tl.constexpr = 1 if SAME_BLOCKS else 2
-    query = query_of(q, score_scale, EXACT_KEY)
+    if key_factors is None:
+        query = query_of(q, score_scale, EXACT_KEY)
+    else:
+        paired = load_paired_rows(key_factors, program, head, position, in_query, EXACT_KEY)
+        query = query_with_pairs(q, paired, score_scale, EXACT_KEY)
     state = empty_state(query[1].shape[0], NUM_WARPS, EXACT_VALUE)
     for item in range(split, ITEMS, num_splits):
         entry, first_row = item // RUNS, item % RUNS * TOKENS
@@ -215,8 +222,11 @@ def _attend_to_items(
                 )  # fmt: skip
                 token = block * KEY.block_tokens + first_row + tl.arange(0, TOKENS)
                 in_cache = token < visible_len
-                scores = products_of((keys,), query[0], EXACT_KEY, PRECISION)
-                scores = first_columns(scores, query[1].shape[0]) * query[1][None, :]
+                if key_factors is None:
+                    scores = products_of((keys,), query[0], EXACT_KEY, PRECISION)
+                    scores = first_columns(scores, query[1].shape[0]) * query[1][None, :]
+                else:
+                    scores = products_with_factors((keys,), query, key_factors, token, program[5], EXACT_KEY, PRECISION)
                 if HAS_SOFTCAP:
                     scores = capped(scores, softcap)
                 scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)

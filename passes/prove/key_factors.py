@@ -108,8 +108,6 @@ def why_not_fused(query: Node, num_kv_heads: int, layout: PackedLayout) -> str |
         return f"{layout.format_name} stores keys in another basis"
     if not statically_known_true(num_heads * q_len <= MAX_DECODE_ROWS * num_kv_heads):
         return f"a KV head has more than {MAX_DECODE_ROWS} query rows"
-    if query.meta["val"].device.type == "cuda":
-        return "no kernel multiplies keys by factors"
     return None
 
 

@@ -22,6 +22,7 @@ from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.triton import INTERPRETED
 from kvcompile.kernels.latent import launch as launch_latent
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.key_factors import KeyFactors
 from kvcompile.kernels.store import launch as launch_store
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
@@ -30,12 +31,15 @@ ROTATED_INT4 = "int4_per_token_head"
 
 
 def attend(key, value, *, q_len=1, kv_len=1000, group_size=4, head_dim=128, dtype=torch.bfloat16, mask=None,
-           is_causal=False, sinks=None, softcap=0.0):  # fmt: skip
-    """Launch attention with these arguments."""
+           is_causal=False, sinks=None, softcap=0.0, has_factors=False):  # fmt: skip
+    """Launch attention with these arguments; ``has_factors`` multiplies keys by factors."""
     layouts = PackedLayout.parse(key, "key", head_dim), PackedLayout.parse(value, "value", head_dim)
     data = [empty_packed(layout, kv_len, 1, 2, CPU) for layout in layouts]
     query = torch.zeros(1, 2 * group_size, q_len, head_dim, dtype=dtype)
-    launch.attention(query, *data, mask, sinks, kv_len, is_causal, 0.1, softcap, key, value, head_dim)
+    factors = KeyFactors(query.clone(), torch.zeros(2, kv_len, head_dim, dtype=dtype)) if has_factors else None
+    launch.attention(
+        query, *data, mask, sinks, kv_len, is_causal, 0.1, softcap, key, value, head_dim, key_factors=factors
+    )
 
 
 def main_loop(kernel, also="MMA"):
@@ -66,6 +70,22 @@ def test_decoding_compiles_to_a_loop_without_spills_and_stalling_loads(format_na
     assert not uses(loop, "STL")
     assert uses(loop, "LDGSTS")  # asynchronous copies
     assert not uses(loop, "LDG")
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "format_name", [INT8, *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4_unrotated", "fp8_e4m3"))]
+)
+def test_factors_of_keys_are_loaded_ahead_and_multiply_keys_in_registers(format_name, compiled):
+    attend(format_name, format_name, has_factors=True)
+    assert not compiled["attention"]
+    (kernel,) = compiled["attention_with_factors"]
+    loop = main_loop(kernel)
+    assert not any(uses(loop, name) for name in ("LDL", "STL"))
+    assert uses(loop, "LDGSTS")
+    assert uses(loop, "LDG") == (format_name == "int4_unrotated")  # a scale of 16 bits is too small for such a copy
+    # Only softmax weights are written to shared memory by threads: no decoded key passes through it.
+    assert count(loop, r"STS\S*") <= 4
 
 
 @pytest.mark.parametrize(

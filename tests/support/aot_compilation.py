@@ -116,7 +116,7 @@ def stand_ins(stand_in, gpu, monkeypatch):
     monkeypatch.setattr(launcher, "INTERPRETED", True)  # there is no device to switch to
     kernels = {}
     for module, names in (
-        (launch, "attention combine visible_range"),
+        (launch, "attention attention_with_factors combine visible_range"),
         (
             launch_store,
             "store store_pair store_few store_few_pair place_tokens copy_tags store_blocks last_token store_header",

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 INTERPRETED_TOGETHER = (
     ("test_attention_kernel.py", "test_visible_range.py", "test_attention_parts.py"),
-    ("test_prefill.py", "test_latent_kernels.py", "test_calibrated_kernels.py", "test_new_tokens.py"),
+    (
+        "test_prefill.py",
+        "test_latent_kernels.py",
+        "test_calibrated_kernels.py",
+        "test_new_tokens.py",
+        "test_key_factor_kernels.py",
+    ),
     (
         "test_store_kernel.py",
         "test_headers.py",
@@ -23,6 +29,7 @@ KERNEL_TESTS = [
     "test_deepseek_v4_kernels.py",
     "test_dequantize.py",
     "test_headers.py",
+    "test_key_factor_kernels.py",
     "test_latent_kernels.py",
     "test_new_tokens.py",
     "test_prefill.py",

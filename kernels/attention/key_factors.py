@@ -1,0 +1,147 @@
+"""Scores of keys that are multiplied by factors of their token (:mod:`kvcompile.kernels.spec.key_factors`).
+
+    score[n, r] = sum_j k[n, j] * (f[0, n, j] * q[r, j] + f[1, n, j] * paired[r, j])
+
+A tile of packed keys is decoded in registers, and multiplied once by each of its two tiles of factors. Two tensor core
+products follow, with the query and with the paired query. Scales and zero points do not commute with the sum over
+channels here, unless there is one scale per token and no zero point. They are applied to the tile before the factors.
+
+Products are computed in the dtype of the query, which is the dtype in which the model would multiply rotated keys: a
+factor may be as large, or as small, as that dtype allows. (Triton's interpreter multiplies in float32 for bfloat16.)
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.attention.query import columns_of, first_columns, load_query_rows
+from kvcompile.kernels.lang.tiles import planes_of, transposed
+from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, tl
+from kvcompile.kernels.tiles.packed import unpack
+
+
+@constexpr_function
+def dtype_of_products(query_dtype):
+    """The dtype in which keys with factors are multiplied, for queries of a dtype."""
+    return tl.float32 if INTERPRETED and query_dtype == tl.bfloat16 else query_dtype
+
+
+@jit
+def load_paired_rows(factors, program, head, position, in_query, KEY: tl.constexpr):
+    """Load the rows of the paired query, [rows, padded_head_dim].
+
+    Args:
+        factors: (pointer to the paired query, its strides, pointer to the factors, number of tokens of the factors).
+        program, head, position, in_query: as in :func:`kvcompile.kernels.attention.query.rows_of_program`.
+    """
+    ptr, strides, _, _ = factors
+    row_ptrs = ptr + program[1] * strides[0] + head * strides[1] + position * strides[2]
+    return load_query_rows(row_ptrs, in_query, strides[3], KEY)
+
+
+@jit
+def query_with_pairs(q, paired, score_scale, KEY: tl.constexpr):
+    """The second operands of both products, from query rows and paired query rows [rows, padded_head_dim].
+
+    Returns:
+        operand: for each product a tuple of tiles [padded_width, columns], one for each plane of the key.
+        factor: [rows], the factor of the scores.
+    """
+    DTYPE: tl.constexpr = dtype_of_products(q.dtype)
+    factor = tl.full([q.shape[0]], 1.0, tl.float32) * score_scale
+    return (_columns(q.to(DTYPE), KEY), _columns(paired.to(DTYPE), KEY)), factor
+
+
+@jit
+def _columns(q, KEY: tl.constexpr):
+    planes = transposed(planes_of(q, KEY), KEY)
+    columns = ()
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        columns = columns + (columns_of(planes[plane], max(8, q.shape[0])),)  # noqa: RUF005
+    return columns
+
+
+@jit
+def scores_with_factors(
+    keys, query, factors, token, kv_len, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Scores of a tile of packed keys in units of log2, float32 [tokens, rows].
+
+    Args:
+        keys: the result of :func:`kvcompile.kernels.tiles.packed.load_packed`.
+        query: the result of :func:`query_with_pairs`.
+        factors: the argument of :func:`load_paired_rows`.
+        token: [TOKENS], positions in the cache.
+        kv_len: the number of tokens in the cache; later tokens get the factor 0.
+    """
+    packed, scale, zero = keys
+    levels = unpack(packed, scale, zero, KEY)
+    vectors = ()
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        vectors = vectors + (_decoded(levels[plane], scale, zero, plane, KEY, TOKENS),)  # noqa: RUF005
+    scores = products_with_factors(vectors, query, factors, token, kv_len, KEY, PRECISION)
+    if scales_scores(KEY):
+        scores = scale[:, None] * scores
+    return scores
+
+
+@constexpr_function
+def scales_scores(key):
+    """Whether scores are multiplied by the scales of their tokens, in place of the channels of keys."""
+    return key.granularity == "token" and key.has_scale and not key.has_zero
+
+
+@jit
+def _decoded(level, scale, zero, PLANE: tl.constexpr, KEY: tl.constexpr, TOKENS: tl.constexpr):
+    """A plane of a tile of keys, [TOKENS, padded_width]; without the scales that multiply scores."""
+    GAIN: tl.constexpr = KEY.gains[PLANE]
+    WIDTH: tl.constexpr = KEY.padded_width
+    if KEY.granularity == "channel":
+        BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
+        x = tl.reshape(level, [BLOCKS, KEY.block_tokens, WIDTH]).to(tl.float32)
+        x = x * (scale[PLANE].to(tl.float32) * GAIN)[:, None, :]
+        if KEY.has_zero:
+            x += zero[PLANE].to(tl.float32)[:, None, :]
+        x = tl.reshape(x, [TOKENS, WIDTH])
+    elif KEY.granularity == "plane":
+        x = level.to(tl.float32) * (scale[PLANE] * GAIN)[:, None]
+    elif KEY.granularity == "token" and KEY.has_zero:
+        x = level.to(tl.float32) * (scale * GAIN)[:, None] + zero[:, None]
+    elif GAIN != 1.0:
+        x = level.to(tl.float32) * GAIN
+    else:
+        x = level
+    return x
+
+
+@jit
+def products_with_factors(vectors, query, factors, token, kv_len, KEY: tl.constexpr, PRECISION: tl.constexpr):
+    """The scores of keys ``vectors``, a tile [tokens, padded_width] for each plane: float32 [tokens, rows]."""
+    columns, factor = query
+    of_query, of_paired = columns
+    DTYPE: tl.constexpr = of_query[0].dtype
+    _, _, ptr, num_tokens = factors
+    column = tl.arange(0, KEY.padded_width)
+    row = token.to(tl.int64) * KEY.head_dim
+    in_bounds = (token < kv_len)[:, None]
+    if KEY.width != KEY.padded_width:
+        in_bounds = in_bounds & (column < KEY.width)[None, :]
+    products = tl.full([token.shape[0], of_query[0].shape[1]], 0.0, tl.float32)
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        ptrs = ptr + row[:, None] + (plane * KEY.width + column)[None, :]
+        own = tl.load(ptrs, mask=in_bounds, other=0.0)
+        other = tl.load(ptrs + num_tokens.to(tl.int64) * KEY.head_dim, mask=in_bounds, other=0.0)
+        x = _within(vectors[plane], DTYPE)
+        products = tl.dot(x * own.to(DTYPE), of_query[plane], products, input_precision=PRECISION)
+        products = tl.dot(x * other.to(DTYPE), of_paired[plane], products, input_precision=PRECISION)
+    return first_columns(products, factor.shape[0]) * factor[None, :]
+
+
+@jit
+def _within(x, DTYPE: tl.constexpr):
+    """``x`` in DTYPE. Keys of a float16 cache may dequantize to slightly more than float16 can hold."""
+    TO_HALF: tl.constexpr = DTYPE.primitive_bitwidth == 16 and tl.bfloat16 != DTYPE
+    if TO_HALF and x.dtype == tl.float32:
+        x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -65504.0, 65504.0), x)
+    return x.to(DTYPE)
