@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import math
 import subprocess
 import sys
@@ -428,3 +429,24 @@ def test_a_decode_step_is_checked_on_the_values_that_its_cache_holds():
     cache.layers[1].values.neg_()
     with pytest.raises(ArithmeticError, match="the decode step is wrong"):
         llama.check_step(result, step, model, SHAPE, cache)
+
+
+def test_keys_are_quantized_before_or_after_their_rotary_embedding(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from keys_before_rope import divergence, predictions, quantizing
+
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=32
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    window = torch.randint(64, (70,))
+    expected = predictions(model, window)
+    found = {}
+    for before in (True, False):
+        with quantizing(model, "int4_unrotated", before=before):
+            found[before] = predictions(model, window)
+        with quantizing(model, "float32", before=before):
+            assert divergence(model, window[None], [expected]) == pytest.approx(0, abs=1e-6)
+    assert torch.equal(predictions(model, window), expected)
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations((expected, *found.values()), 2))
