@@ -27,7 +27,7 @@ from kvcompile.compat.backends import allow_registration_by_threads, ensure_regi
 from kvcompile.compat.graphs import copied_graph
 from kvcompile.compat.inductor import BoxedBool, can_call_subgraphs, compile_fx, compile_fx_inner
 from kvcompile.compat.observing import dynamo_timed
-from kvcompile.compat.tracing import detect_fake_mode, forget_real_tensors
+from kvcompile.compat.tracing import detect_fake_mode, forget_real_tensors, own_outputs
 from kvcompile.compat.versions import warn_if_untested
 from kvcompile.context_parallel import check_agreement
 from kvcompile.debugging.stages import GraphStages, Stage
@@ -416,11 +416,12 @@ class _GraphCompiler:
         inputs = [replace(known, is_static=index in static) for index, known in enumerate(self.inputs)]
         policy, cudagraphs = self.options.policy.formats_for, bool(kwargs["cudagraphs"])
         refused: dict[int, Refusal] = {}
+        own = own_outputs(len(gm.graph.output_node().args[0]))
 
         def fresh(gm: GraphModule) -> Packing:
             shard, exact_prompts = self.options.shard, self.options.policy.prefill == "exact"
             return Packing(
-                gm, list(example_inputs), inputs, policy, cudagraphs, shard, exact_prompts, refused=dict(refused)
+                gm, list(example_inputs), inputs, policy, cudagraphs, shard, exact_prompts, own, dict(refused)
             )
 
         difference = mismatch(inputs, self.example_inputs, example_inputs)

@@ -34,6 +34,7 @@ class Packing:
         cudagraphs: whether Inductor is asked to record the graph as a CUDA graph.
         shard: the tokens of every cache that this process keeps; None if it keeps all.
         exact_prompts: whether attention to the new tokens of a prompt is exact.
+        own_outputs: the outputs that share no memory with an input in the model, by position.
         refused: the sites that a check of an earlier rewrite refuses, by position.
         packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.
         stacks: the inputs that were split into their parts.
@@ -55,6 +56,7 @@ class Packing:
     cudagraphs: bool = False
     shard: ContextShard | None = None
     exact_prompts: bool = False
+    own_outputs: frozenset[int] = frozenset()
     refused: Mapping[int, Refusal] = field(default_factory=dict)
     packed_stacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stacks: tuple[SplitStack, ...] = ()

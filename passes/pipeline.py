@@ -14,6 +14,7 @@ from kvcompile.compat.inductor import fx_graph_cse
 from kvcompile.compat.observing import dynamo_timed
 from kvcompile.kernels.layout.axes import divided_axes
 from kvcompile.passes.calling import with_parts_of_stacks
+from kvcompile.passes.canonical.copy_returned_views import copy_returned_views
 from kvcompile.passes.canonical.divide_heads import divide_heads, merge_heads, with_merged_axes
 from kvcompile.passes.canonical.drop_offset_checks import drop_offset_checks
 from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
@@ -217,6 +218,12 @@ PIPELINE = (
         lambda packing: drop_returned_inputs(packing.gm.graph),
         "If the graph returns an input that it writes, AOTAutograd returns the caller's tensor.",
         "No output is a copy back into an input.",
+    ),
+    Pass(
+        "copy_returned_views",
+        lambda packing: copy_returned_views(packing.gm.graph, packing.own_outputs),
+        "No output is a copy back into an input.",
+        "An output that is a new tensor in the model is a value that the graph makes.",
     ),
     Pass(
         "split_stacks",

@@ -1,6 +1,7 @@
 """Private names of fake tensors and of functionalization. Without one of them this file cannot be imported.
 
 There is no fallback: the backend sees fake tensors only, and a packed cache must know which tracer calls its operators.
+Only :func:`own_outputs` has one.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+try:
+    from torch._functorch._aot_autograd.schemas import OutputType
+except ImportError:
+    OutputType = None  # type: ignore[assignment,misc]
 
 
 def converted_tensors(fake_mode: FakeTensorMode) -> list[Tensor]:
@@ -42,3 +49,18 @@ def records_operators() -> bool:
 def functional_mode() -> Any:
     """The mode in which AOTAutograd functionalizes code, if it is on; else None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def own_outputs(num_outputs: int) -> frozenset[int]:
+    """The outputs of the compiled graph that share no memory with an input in the model, by position.
+
+    AOTAutograd found them when it traced the model. Inductor may have changed the graph since then. Without this
+    record the result is empty, and :mod:`kvcompile.passes.canonical.copy_returned_views` copies nothing.
+    """
+    context = TracingContext.try_get()
+    record = getattr(context, "fw_metadata", None)
+    infos = getattr(record, "output_info", ())
+    first = len(getattr(record, "mutated_inp_runtime_indices", ()))  # these inputs are returned first
+    if OutputType is None or first + len(infos) != num_outputs:
+        return frozenset()
+    return frozenset(first + place for place, info in enumerate(infos) if info.output_type is OutputType.non_alias)

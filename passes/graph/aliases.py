@@ -30,6 +30,11 @@ def share_memory(one: Node, other: Node) -> bool:
     return paths[0][0] is paths[1][0] and not lead_apart(*paths)
 
 
+def viewed_by(node: Node) -> Node:
+    """The tensor that ``node`` is a view of, which no view makes; ``node`` itself if it is not a view."""
+    return _views_to(node)[0]
+
+
 def lead_apart(one: Path, other: Path) -> bool:
     """Whether two paths from one value lead to disjoint ranges of it."""
     while len(one) > 1 and len(other) > 1 and _are_alike(one[1], other[1]):

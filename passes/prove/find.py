@@ -8,7 +8,7 @@ use raises a Refusal, which becomes the site's reason.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from kvcompile.kernels.layout.axes import CACHE_AXES, WHOLE_AXES
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.calling import PackedInput
-from kvcompile.passes.graph.aliases import share_memory
+from kvcompile.passes.graph.aliases import share_memory, viewed_by
 from kvcompile.passes.graph.aten import (
     SIZE_OPS,
     VIEW_OPS,
@@ -181,11 +181,11 @@ class CacheFinder:
 
     def _read(self, operand: Node, role: Role) -> Read:
         """How ``operand`` reads an existing cache, or new rows that the graph returns."""
-        root, _ = view_chain(operand, self.dropping)
+        root, chain = view_chain(operand, self.dropping)
         if root.target is GATHER_SLOTS:
             return trace_read(operand, self.dropping, role)
         check_whole(root, role)
-        if _holds_tokens(root) or root in self.dropping:
+        if (_holds_tokens(root) and not self._are_copied_rows(root, chain)) or root in self.dropping:
             read = trace_read(operand, self.dropping, role)
             states, writes = self._history(read, role)
             if states[0].op == "placeholder" or (writes and _is_zeros(states[0])):
@@ -196,6 +196,12 @@ class CacheFinder:
             check_not_returned_whole(root, role, returned)
             raise no_cache(root, role, self.later_states)
         return trace_read(operand, returned, role)
+
+    def _are_copied_rows(self, root: Node, chain: Sequence[Node]) -> bool:
+        """Whether attention reads a copy of an input that holds no known cache, and the graph returns the copy."""
+        if root.op != "placeholder" or root in self.packed_inputs or root in self.read_only_caches:
+            return False
+        return any(node in self.outputs and viewed_by(node) is not root for node in chain)
 
     def _cache(self, read: Read, role: Role) -> Cache:
         known = self.caches.get(read.root)

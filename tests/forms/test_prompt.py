@@ -135,6 +135,31 @@ def test_growing_caches_tell_their_new_tokens(window: int | None, dynamic: bool)
     assert isinstance(past[0], PackedTensor)
 
 
+@torch.no_grad()
+def test_a_cache_that_begins_with_given_rows_does_not_change_with_them() -> None:
+    """Since PyTorch 2.15 the graph of ``k * 1`` returns ``k`` itself."""
+    q, k, v = (torch.randn(1, heads, 40, HEAD_DIM) for heads in (4, 2, 2))
+    _, past = compiled(Growing(None))(q, k, v, None)
+    rows = past[0].dequantize()
+    k.zero_()
+    assert isinstance(past[0], PackedTensor)
+    assert torch.equal(past[0].dequantize(), rows)
+
+
+@torch.no_grad()
+def test_keys_that_the_model_returns_as_they_came_stay_plain() -> None:
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        k, v = k.contiguous(), v.to(q)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True), k, v
+
+    q, k, v = (torch.randn(1, heads, 40, HEAD_DIM) for heads in (4, 2, 2))
+    options = {"policy": "int8_per_token_head", "on_unsupported": "ignore"}
+    out, same_k, same_v = torch.compile(fn, backend="kvquant", options=options)(q, k, v)
+    assert same_k is k
+    assert same_v is v
+    assert difference(out, fn(q, k, v)[0]) < 1e-5
+
+
 def several_writes(cache: torch.Tensor, x: torch.Tensor, start: int) -> None:
     """The second write overwrites a part of the first."""
     cache.index_copy_(2, positions(x, start), x * 2)

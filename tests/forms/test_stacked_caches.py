@@ -295,6 +295,43 @@ def test_other_uses_of_a_stack_are_refused_with_a_reason(fn: Step) -> None:
     assert all(site.reason_code for site in sites)
 
 
+ALL = slice(None)
+MASKS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "keys or values": ((2,), ()),
+    "keys or values of a sequence": ((2, BATCH), ()),
+    "tokens": ((MAX_LEN,), (ALL, ALL, ALL)),
+    "heads": ((BATCH, NUM_KV_HEADS), (ALL,)),
+    "everything": ((0,), (ALL,)),
+}
+"""The sizes of a mask, and the dimensions of the stack before those that it chooses from."""
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize(("size", "before"), MASKS.values(), ids=MASKS)
+def test_an_assignment_by_a_mask_equals_eager_code_whether_or_not_the_stack_is_packed(
+    size: tuple[int, ...], before: tuple[Any, ...]
+) -> None:
+    """PyTorch writes ``index_put``, which is refused, or since 2.15 ``where``, which has a part for each cache.
+
+    Tokens that were never written are huge numbers, and hidden from attention.
+    """
+
+    def fn(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
+        kv[0, :, :, pos], kv[1, :, :, pos] = k, v
+        kv[*before, mask if size != (0,) else torch.ones(BATCH, NUM_KV_HEADS, dtype=torch.bool)] = 0.25
+        return attend(q, kv[0], kv[1], pos)
+
+    cache = torch.full((2, BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM), 1e30)
+    expected_cache = cache.clone()
+    step = torch.compile(fn, backend="kvquant", options={"policy": "float32", "on_unsupported": "ignore"})
+    for begin in (0, 2, 4):
+        args = (*inputs(2, begin), torch.rand(size) < 0.5)
+        torch.testing.assert_close(step(cache, *args), fn(expected_cache, *args), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(plain(cache), expected_cache, rtol=0, atol=0)
+    sites = last_report().sites
+    assert {site.reason_code for site in sites} <= {None, "part_of_tensor", "unknown_write"}, sites
+
+
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", [assignment, summed_up], ids=lambda fn: fn.__name__)
 def test_a_packed_stack_is_used_by_any_graph(fn: Step) -> None:
