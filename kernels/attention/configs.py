@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from kvcompile.compat.triton_names import PREFERS_WARPGROUPS
 from kvcompile.kernels.lang.launcher import Multiprocessor, ceil_div
 from kvcompile.kernels.lang.triton import triton
 from kvcompile.kernels.layout.operand import PackedOperand
@@ -245,8 +246,21 @@ def _tuned_config(
     tiles = (key.block_tokens,) if mask_per_row else (key.block_tokens, key.block_tokens * config.num_warps)
     if key.granularity == "channel" and config.tokens not in tiles:
         config = PORTABLE
+    if PREFERS_WARPGROUPS and capability == 9 and config.num_warps == 4 and min(key.tile_bits, value.tile_bits) < 16:
+        config = _of_two_warps(config)
     # For 16-bit keys Triton's loop has a sixth more instructions with 4 rows than with 8.
     return replace(config, rows=4) if rows <= 4 and key.tile_bits < 16 else config
+
+
+def _of_two_warps(config: AttentionConfig) -> AttentionConfig:
+    """The configuration of four warps as one of two, with half of the tokens and twice the programs, if tiles allow it.
+
+    Two warps are no warpgroup. For its products each byte of codes is loaded alone and moved to another place, and the
+    loop keeps up to 0.9 KiB of a thread in memory (Triton 3.9).
+    """
+    tokens = max(64, config.tokens // 2)
+    programs = config.programs_per_sm * config.tokens // tokens
+    return replace(config, num_warps=2, tokens=tokens, programs_per_sm=programs)
 
 
 def _spills_tuned(capability: int, key: PackedOperand, value: PackedOperand) -> bool:

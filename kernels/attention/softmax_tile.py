@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.kernels.attention.query import columns_of, first_columns, in_digits, scores_of_digits
-from kvcompile.kernels.lang.tiles import log2, transposed
+from kvcompile.kernels.lang.tiles import exp2_of_each, log2, transposed
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.packed import integers_of_bytes, unpack
 
@@ -334,7 +334,7 @@ def weigh(
         # A scale of zero (a vector of zeros) has no logarithm. 2**-60 is negligible beside other scales.
         HAS_PTX: tl.constexpr = VALUE.unpack_ptx is not None
         scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), HAS_PTX)
-        scale_inverse = tl.exp2(-scale_log2)
+        scale_inverse = exp2_of_each(-scale_log2, HAS_PTX)
         if WIDE_SCORES:
             new_scale_maximum = tl.maximum(scale_maximum, tl.max(scale_log2, 0))
             relative_scale = scale_log2 - new_scale_maximum + 15.0

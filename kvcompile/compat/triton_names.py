@@ -28,6 +28,10 @@ target_info = _found("language", "target_info")
 gdc_wait = _found("language", "extra", "cuda", "gdc_wait")
 gdc_launch_dependents = _found("language", "extra", "cuda", "gdc_launch_dependents")
 
+# Since Triton 3.8 any product of four warps on Hopper is one of a warpgroup. Earlier releases multiplied halves with
+# ``input_precision="tf32x3"`` by the instructions of single warps. If this is wrong, decoding is slower.
+PREFERS_WARPGROUPS = tuple(map(int, getattr(triton, "__version__", "0.0").split(".")[:2])) >= (3, 8)
+
 
 def is_interpreted() -> bool:
     """Whether Triton's interpreter runs all kernels. The variable that switches it on is the fallback."""

@@ -88,6 +88,22 @@ def test_factors_of_keys_are_loaded_ahead_and_multiply_keys_in_registers(format_
     assert count(loop, r"STS\S*") <= 4
 
 
+@pytest.mark.skipif(numbers(triton.__version__) == (3, 8), reason="this release keeps some values in memory")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("turboquant_4bit", INT8),
+        *(pytest.param(key, INT8, marks=pytest.mark.slow) for key in ("int4_unrotated", "turboquant_3bit")),
+        pytest.param("int4_unrotated", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_on_hopper_codes_that_become_operands_in_registers_are_multiplied_by_single_warps(key, value, compiled):
+    attend(key, value)
+    (kernel,) = compiled["attention"]
+    assert "HGMMA" not in kernel.asm["sass"]
+    assert not uses(main_loop(kernel), "LDL|STL")
+
+
 @pytest.mark.parametrize(
     ("key", "q_len", "multiplies_integers"),
     [
