@@ -1,0 +1,104 @@
+"""A decode step of attention whose keys are cached before their rotary embedding, which rotates all keys in every step.
+
+    python benchmarks/rotated_keys.py [--shapes 8,32/8,128,32768 ...] [--formats int8_per_token_head ...] [--layers 4]
+
+Every format has two rows: the step with keys that are cached after RoPE, as most models do, and before it (OLMo,
+x-transformers). Attention applies the rotation to packed keys of a format without another basis; keys of other formats
+are dequantized and rotated. The baseline is the same step under plain ``torch.compile`` in bfloat16. Each result is
+first compared with eager code on the same packed caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from recording import Chart, Recorder, argument, parse_arguments
+from torch import Tensor
+
+import kvcompile
+from kvcompile.benching.measuring import Timing, time_graph
+from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, relative_error
+
+SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072")]
+FORMATS = ["int8_per_token_head", "fp8_e4m3", "int4_unrotated", "int4_per_token_head"]
+Step = Callable[..., list[Tensor]]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def step_of(before: bool) -> Step:
+    """The attention of all layers on their caches, into which keys are written ``before`` RoPE or after it."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, caches: list[tuple[Tensor, Tensor]], tables: tuple[Tensor, ...]) -> Any:
+        cos, sin, pos = tables
+        mask = torch.arange(cos.shape[0], device=q.device) <= pos[:, None]
+        outputs = []
+        for keys, values in caches:
+            keys.index_copy_(2, pos, k if before else rotate(k, cos[pos], sin[pos]))
+            values.index_copy_(2, pos, v)
+            rotated = rotate(keys, cos, sin) if before else keys
+            query = rotate(q, cos[pos], sin[pos])
+            outputs.append(F.scaled_dot_product_attention(query, rotated, values, attn_mask=mask, enable_gqa=True))
+        return outputs
+
+    return step
+
+
+def tables_of(shape: Shape) -> tuple[Tensor, ...]:
+    """Cosines and sines of all positions, [context, head_dim], and the position of the last token, [1]."""
+    frequencies = 10000.0 ** (-torch.arange(0, shape.head_dim, 2, device=DEVICE) / shape.head_dim)
+    angles = torch.arange(shape.context, device=DEVICE)[:, None] * frequencies
+    cos, sin = (torch.cat([part, part], -1).to(DTYPE) for part in (angles.cos(), angles.sin()))
+    return cos, sin, torch.tensor([shape.context - 1], device=DEVICE)
+
+
+def time_step(
+    recorder: Recorder, shape: Shape, layers: int, policy: str | None, before: bool, baseline: Timing | None
+) -> Timing | None:
+    """Add a row for a policy, or for plain ``torch.compile``. Returns its time, or None if it failed."""
+    timing: Timing | None = None
+    name, case = policy or "plain", f"keys cached {'before' if before else 'after'} RoPE"
+    with recorder.row(case=case, shape=str(shape), format=name) as row:
+        torch._dynamo.reset()
+        options: dict[str, Any] = {}
+        if policy is not None:
+            options = {"backend": "kvquant", "options": {"policy": policy, "on_unsupported": "error"}}
+        step = step_of(before)
+        compiled = torch.compile(step, **options)
+        one = dataclasses.replace(shape, context=1)
+        inputs = (shape.query(), *one.key_and_value(), [shape.key_and_value() for _ in range(layers)], tables_of(shape))
+        compiled(*inputs)  # packs the caches
+        error = max(map(relative_error, compiled(*inputs), step(*inputs)))
+        row["relative_error"] = check(error, f"the step of {name}, {case},")
+        nbytes = kvcompile.cache_nbytes(inputs[3])
+        timing = time_graph(compiled, [inputs])
+        row |= recorder.timed(timing, nbytes, None if baseline is None else ("torch.compile", baseline))
+    return timing
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", type=argument(Shape.parse), default=SHAPES)
+    parser.add_argument("--formats", nargs="*", default=FORMATS, help="policies (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="layers that share a rotation (default: %(default)s)")
+    arguments = parse_arguments(parser, needs_backend=True)
+    recorder = Recorder(arguments, Chart("shape", ("case", "format"), ("speedup", "of_read_ceiling")))
+    with torch.no_grad():
+        for shape in arguments.shapes:
+            for before in (False, True):
+                plain = time_step(recorder, shape, arguments.layers, None, before, None)
+                for policy in arguments.formats:
+                    time_step(recorder, shape, arguments.layers, policy, before, plain)
+    return recorder.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
