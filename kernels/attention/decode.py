@@ -104,7 +104,7 @@ def attention_kernel(
         None, query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr, query_strides, key_strides,
         value_strides, mask_strides, num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap, key_scale,
         value_scale, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS,
-        TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION,
+        TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION, False,
     )  # fmt: skip
 
 
@@ -126,12 +126,16 @@ def attention_with_factors_kernel(
         factors_ptr: [2, num_factors, head_dim], any float dtype, contiguous.
         num_factors: the number of tokens that have factors, at least ``kv_len``.
     """
+    factors = (
+        paired_ptr, paired_strides[0], paired_strides[1], paired_strides[2], paired_strides[3], factors_ptr,
+        num_factors,
+    )  # fmt: skip
     _attend(
-        (paired_ptr, paired_strides, factors_ptr, num_factors), query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr,
+        factors, query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr,
         out_ptr, lse_ptr, query_strides, key_strides, value_strides, mask_strides, num_kv_heads, q_len, kv_len,
         num_splits, score_scale, softcap, key_scale,
         value_scale, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS,
-        TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION,
+        TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION, True,
     )  # fmt: skip
 
 
@@ -145,9 +149,10 @@ def _attend(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, MERGES_EARLY: tl.constexpr,
     EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, EXACT_ITEMS: tl.constexpr, EXACT_PRECISION: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`attention_kernel`; ``factors`` is None, or the argument of
-    :func:`kvcompile.kernels.attention.key_factors.load_paired_rows`.
+    """:func:`attention_kernel`. If HAS_FACTORS, ``factors`` is the argument of
+    :func:`kvcompile.kernels.attention.key_factors.load_paired_rows`, otherwise None.
     """
     if MERGES_EARLY:
         gdc_launch_dependents()
@@ -167,7 +172,7 @@ def _attend(
     # The ranges of visible tokens, the query and the tags are needed first, and are loaded first.
     position, head, in_query, query_ptrs, tokens, _ = rows_of_program(program, GROUP_SIZE, MASK, IS_CAUSAL, ROWS)
     q = load_query_rows(query_ptrs, in_query, query_strides[3], KEY)
-    if factors is not None:
+    if HAS_FACTORS:
         paired = load_paired_rows(factors, program, head, position, in_query, KEY)
     begin, end, all_begin, all_end = tokens
     if EXACT_ITEMS > 0:
@@ -197,10 +202,10 @@ def _attend(
     if MASK == "bool" and PARTIAL and own_tiles <= 0:
         store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
     else:
-        if factors is None:
-            query = query_of(q, score_scale * key_scale, KEY)
-        else:
+        if HAS_FACTORS:
             query = query_with_pairs(q, paired, score_scale * key_scale, KEY)
+        else:
+            query = query_of(q, score_scale * key_scale, KEY)
         state = empty_state(ROWS, NUM_WARPS, VALUE)
         for own_tile in tl.range(0, tl.maximum(own_tiles, 0), num_stages=NUM_STAGES):
             tile = first_tile + own_turn(turns, own_tile, split, num_splits, EXACT_ITEMS)
@@ -208,7 +213,7 @@ def _attend(
             state = _attend_to_tile(
                 state, query, tile, is_whole, end, key_ptr, value_ptr, key_strides[0], value_strides[0], softcap,
                 program, factors, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, ROWS,
-                TOKENS, NUM_WARPS,
+                TOKENS, NUM_WARPS, HAS_FACTORS,
             )  # fmt: skip
         store_output(state, out_ptr, lse_ptr, out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
     if EXACT_ITEMS > 0 and split < EXACT_ITEMS:
@@ -216,7 +221,7 @@ def _attend(
         attend_to_exact_blocks(
             program, factors, caches, (out_ptr, lse_ptr), (score_scale, softcap, key_scale, value_scale), split,
             num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW,
-            IS_CAUSAL, PARTIAL, EXACT_PRECISION, ROWS, NUM_WARPS,
+            IS_CAUSAL, PARTIAL, EXACT_PRECISION, ROWS, NUM_WARPS, HAS_FACTORS,
         )  # fmt: skip
 
 
@@ -225,7 +230,7 @@ def _attend_to_tile(
     state, query, tile, is_whole, end, key_ptr, value_ptr, stride_key_block, stride_value_block, softcap, program,
     factors, KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, NUM_WARPS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, NUM_WARPS: tl.constexpr, HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """The state of attention after one more tile of packed tokens.
 
@@ -235,7 +240,7 @@ def _attend_to_tile(
             registers, but computed again for each other tile.
         end: the token after the last one that any row sees.
         program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
-        factors: the argument of :func:`_attend`.
+        factors, HAS_FACTORS: arguments of :func:`_attend`.
     """
     first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
     key_tile_ptr = block_ptr(key_ptr, stride_key_block, first_block, KEY)
@@ -244,11 +249,11 @@ def _attend_to_tile(
     tokens_left = TOKENS if KEY.block_tokens == TOKENS else program[5] - tile * TOKENS
     keys = load_packed(key_tile_ptr, stride_key_block, tokens_left, KEY, TOKENS)
     values = load_packed(value_tile_ptr, stride_value_block, tokens_left, VALUE, TOKENS)
-    if factors is None:
-        scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
-    else:
+    if HAS_FACTORS:
         token = tile * TOKENS + tl.arange(0, TOKENS)
         scores = scores_with_factors(keys, query, factors, token, program[5], KEY, PRECISION, TOKENS)
+    else:
+        scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
     if HAS_SOFTCAP:
         scores = capped(scores, softcap)
     scale, zero = token_metadata(values, VALUE, TOKENS)

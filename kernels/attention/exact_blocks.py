@@ -141,7 +141,7 @@ def attend_to_exact_blocks(
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the items ``split``, ``split + num_splits``, ... of the ITEMS items, and store the output.
 
@@ -149,7 +149,8 @@ def attend_to_exact_blocks(
 
     Args:
         program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
-        key_factors: None, or the argument of :func:`kvcompile.kernels.attention.key_factors.load_paired_rows`.
+        key_factors: if HAS_FACTORS, the argument of
+            :func:`kvcompile.kernels.attention.key_factors.load_paired_rows`; otherwise None.
         caches: (key_ptr, value_ptr, stride_key_block, stride_value_block): the headers of both caches of a head, and
             the bytes from one block to the next.
         outputs: (out_ptr, lse_ptr).
@@ -162,12 +163,13 @@ def attend_to_exact_blocks(
         _attend_apart(
             program, key_factors, caches, outputs, factors, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE,
             ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS, False,
+            HAS_FACTORS,
         )  # fmt: skip
     else:
         _attend_here(
             program, key_factors, caches, outputs, factors, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE,
             ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS,
-            SAME_ENTRIES,
+            SAME_ENTRIES, HAS_FACTORS,
         )  # fmt: skip
 
 
@@ -183,7 +185,7 @@ def _attend_to_items(
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    NUM_WARPS: tl.constexpr, SAME_BLOCKS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, SAME_BLOCKS: tl.constexpr, HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """:func:`attend_to_exact_blocks`. With SAME_BLOCKS every entry holds the same block for keys and for values.
 
@@ -200,11 +202,11 @@ def _attend_to_items(
     TOKENS: tl.constexpr = 16 * NUM_WARPS
     RUNS: tl.constexpr = KEY.block_tokens // TOKENS
     HOLDERS: tl.constexpr = 1 if SAME_BLOCKS else 2
-    if key_factors is None:
-        query = query_of(q, score_scale, EXACT_KEY)
-    else:
+    if HAS_FACTORS:
         paired = load_paired_rows(key_factors, program, head, position, in_query, EXACT_KEY)
         query = query_with_pairs(q, paired, score_scale, EXACT_KEY)
+    else:
+        query = query_of(q, score_scale, EXACT_KEY)
     state = empty_state(query[1].shape[0], NUM_WARPS, EXACT_VALUE)
     for item in range(split, ITEMS, num_splits):
         entry, first_row = item // RUNS, item % RUNS * TOKENS
@@ -222,11 +224,11 @@ def _attend_to_items(
                 )  # fmt: skip
                 token = block * KEY.block_tokens + first_row + tl.arange(0, TOKENS)
                 in_cache = token < visible_len
-                if key_factors is None:
+                if HAS_FACTORS:
+                    scores = products_with_factors((keys,), query, key_factors, token, program[5], EXACT_KEY, PRECISION)
+                else:
                     scores = products_of((keys,), query[0], EXACT_KEY, PRECISION)
                     scores = first_columns(scores, query[1].shape[0]) * query[1][None, :]
-                else:
-                    scores = products_with_factors((keys,), query, key_factors, token, program[5], EXACT_KEY, PRECISION)
                 if HAS_SOFTCAP:
                     scores = capped(scores, softcap)
                 scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)

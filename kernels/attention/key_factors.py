@@ -29,12 +29,12 @@ def load_paired_rows(factors, program, head, position, in_query, KEY: tl.constex
     """Load the rows of the paired query, [rows, padded_head_dim].
 
     Args:
-        factors: (pointer to the paired query, its strides, pointer to the factors, number of tokens of the factors).
+        factors: (pointer to the paired query, its four strides, pointer to the factors, number of tokens of the
+            factors). Triton 3.6 loses constants in tuples of tuples, so that the strides are no tuple of their own.
         program, head, position, in_query: as in :func:`kvcompile.kernels.attention.query.rows_of_program`.
     """
-    ptr, strides, _, _ = factors
-    row_ptrs = ptr + program[1] * strides[0] + head * strides[1] + position * strides[2]
-    return load_query_rows(row_ptrs, in_query, strides[3], KEY)
+    row_ptrs = factors[0] + program[1] * factors[1] + head * factors[2] + position * factors[3]
+    return load_query_rows(row_ptrs, in_query, factors[4], KEY)
 
 
 @jit
@@ -120,7 +120,7 @@ def products_with_factors(vectors, query, factors, token, kv_len, KEY: tl.conste
     columns, factor = query
     of_query, of_paired = columns
     DTYPE: tl.constexpr = of_query[0].dtype
-    _, _, ptr, num_tokens = factors
+    ptr, num_tokens = factors[5], factors[6]
     column = tl.arange(0, KEY.padded_width)
     row = token.to(tl.int64) * KEY.head_dim
     in_bounds = (token < kv_len)[:, None]

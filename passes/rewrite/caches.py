@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.kernels.layout.axes import in_order
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
-from kvcompile.kernels.spec.packing import move_tokens, read_tokens, to_cache_dtype
+from kvcompile.kernels.spec.packing import move_tokens
 from kvcompile.passes.calling import InputAction, OutputAction, Rewritten
 from kvcompile.passes.graph.aten import SELECTIONS, SIZE_OPS, VIEW_OPS, WRITE_OPS, shape_of
 from kvcompile.passes.graph.inline import fake_mode_of, inline, size_node
@@ -35,7 +34,14 @@ from kvcompile.passes.rewrite.context_shards import insert_owned, insert_sharded
 from kvcompile.passes.rewrite.heads import data_of_heads, group_heads, joined, narrowed, tile_heads
 from kvcompile.passes.rewrite.hidden_rows import insert_nan_in_hidden_rows
 from kvcompile.passes.rewrite.hidden_tokens import hide_first_tokens
-from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_move, insert_reorder, insert_store
+from kvcompile.passes.rewrite.insert import (
+    insert_attention,
+    insert_dequantize,
+    insert_gather,
+    insert_move,
+    insert_reorder,
+    insert_store,
+)
 from kvcompile.passes.rewrite.key_factors import erase_unused, insert_factors, insert_paired_query
 from kvcompile.passes.rewrite.new_tokens import NewTokens, can_be_exact
 from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
@@ -120,16 +126,11 @@ class CacheRewriter:
 
     def _dequantize(self, cache: Cache, layout: PackedLayout) -> None:
         """Let the nodes that compute keys or values from a cache read its dequantized tokens."""
-        dtype, axes = cache.dtype, cache.root_axes
-
-        def tokens(data: Tensor, num_tokens: int) -> Tensor:
-            x = to_cache_dtype(read_tokens(data, layout, num_tokens), dtype)
-            return in_order(x, axes).contiguous()
-
         users = [node for node in self.graph.nodes if node in cache.root.users and node in cache.computing]
+        axes = cache.root_axes
         with self.graph.inserting_before(users[0]):
             num_tokens = size_node(self.graph, shape_of(cache.root)[axes.index("t")])
-            dequantized = inline(self.graph, tokens, self.packed[cache.root], num_tokens)
+            dequantized = insert_dequantize(self.graph, self.packed[cache.root], layout, num_tokens, cache.dtype, axes)
         for user in users:
             user.replace_input_with(cache.root, dequantized)
 

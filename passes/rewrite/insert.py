@@ -19,12 +19,21 @@ from torch.fx import Graph, Node
 
 from kvcompile.compat.operators import auto_functionalized_v2
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.kernels.layout.axes import in_order
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.attention import attend, attend_part
 from kvcompile.kernels.spec.gather import gather_tokens
 from kvcompile.kernels.spec.key_factors import KeyFactors
 from kvcompile.kernels.spec.new_tokens import NewTokens
-from kvcompile.kernels.spec.packing import encoded_tokens, few_tokens, move_tokens, put_tokens, write_tokens
+from kvcompile.kernels.spec.packing import (
+    encoded_tokens,
+    few_tokens,
+    move_tokens,
+    put_tokens,
+    read_tokens,
+    to_cache_dtype,
+    write_tokens,
+)
 from kvcompile.kernels.spec.residual import is_few
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.inline import inline, insert_call, size_node
@@ -116,6 +125,26 @@ def insert_gather(graph: Graph, data: Node, layout: PackedLayout, slots: Node) -
         return insert_call(graph, op, data, slots, layout.spec, layout.role, layout.head_dim)
     gathered: Node = inline(graph, lambda data, slots: gather_tokens(data, layout, slots), data, slots)
     return gathered
+
+
+def insert_dequantize(
+    graph: Graph, data: Node, layout: PackedLayout, num_tokens: Any, dtype: torch.dtype, axes: str
+) -> Node:
+    """Insert the first ``num_tokens`` tokens of packed data as vectors in ``dtype``, at the graph's insertion point.
+
+    The result is contiguous, with its dimensions in the order of ``axes``.
+    """
+    if _uses_kernels(data):
+        op = torch.ops.kvcompile.dequantize.default
+        x = insert_call(graph, op, data, num_tokens, dtype, layout.spec, layout.role, layout.head_dim)
+        ordered: Node = inline(graph, lambda x: in_order(x, axes).contiguous(), x)
+        return ordered
+
+    def tokens(data: Tensor, num_tokens: int) -> Tensor:
+        return in_order(to_cache_dtype(read_tokens(data, layout, num_tokens), dtype), axes).contiguous()
+
+    read: Node = inline(graph, tokens, data, num_tokens)
+    return read
 
 
 def insert_reorder(graph: Graph, data: Node, sequences: Node) -> Node:

@@ -95,10 +95,14 @@ def test_a_prompt_is_attended_to_on_dequantized_keys() -> None:
 
 @without_code
 @pytest.mark.parametrize("policy", ["int4_per_token_head", "turboquant_3bit"])
-def test_a_format_with_another_basis_is_dequantized(policy: str) -> None:
+def test_a_format_with_another_basis_is_dequantized_by_an_operator(
+    policy: str, rewritten_graphs: list[torch.fx.Graph]
+) -> None:
     given = caches()
     _, note = note_of(static_step(rotate_halves), policy, *rows(1), *given, pos_of_last())
     assert note == COMPUTED_NOTE
+    dequantize = torch.ops.kvcompile.dequantize.default
+    assert len(rewritten_graphs[-1].find_nodes(op="call_function", target=dequantize)) == 2
 
 
 @without_code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from test_attention_kernel import Case
@@ -10,8 +12,11 @@ from kvcompile.kernels import calibrated
 from kvcompile.kernels.spec.key_factors import KeyFactors
 
 
+@dataclasses.dataclass
 class CaseWithFactors(Case):
-    """A case of the kernel with random factors in the dtype of the query, of more tokens than attention sees."""
+    """A case of the kernel with random factors in the dtype of the query, which is also the dtype of their products."""
+
+    bfloat16_tolerance: float = 1e-2
 
     def __post_init__(self):
         super().__post_init__()
@@ -78,7 +83,7 @@ def test_the_kernel_takes_any_rows_masks_and_heads(head_dim, rows, options, devi
 
 @pytest.mark.parametrize("key", ["int4_per_token_head", "turboquant_3bit"])
 def test_keys_in_another_basis_are_dequantized_on_a_gpu(key, device):
-    CaseWithFactors(device, key, bfloat16_tolerance=1e-2).check(softcap=5.0)
+    CaseWithFactors(device, key).check(softcap=5.0)
 
 
 def test_exact_blocks_of_the_kernel_have_the_factors_of_their_tokens(device):
