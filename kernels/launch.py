@@ -79,8 +79,7 @@ def attention(
         out_lse: float32 [batch, num_heads, q_len, 2], which takes the log-sum-exp; None if it is not needed.
         new_keys, new_values: tokens that the same call has written, to which attention is exact, for layouts that
             take them. Without ``v_data`` both are the same.
-        key_factors: what keys are multiplied by before attention, for keys in no other basis than their own; excludes
-            new keys. Its tensors may have any strides.
+        key_factors: what keys are multiplied by before attention; excludes new keys. Its tensors may have any strides.
 
     Returns:
         [batch, num_heads, q_len, v_head_dim] in the dtype of ``query``, in float32 with ``out_lse``; contiguous.
@@ -237,11 +236,11 @@ def config_of_factors(
 ) -> AttentionConfig | None:
     """The configuration of the decode kernel that multiplies keys by factors, for arguments of :func:`attention`.
 
-    None if there is none: keys in another basis than their own, formats without levels, or too little shared memory.
+    None if there is none: formats without levels, or too little shared memory.
     """
     head_dim, float32 = query.shape[3], query.dtype == torch.float32
     key_layout, value_layout = _layout(k_format, "key", head_dim), _layout(v_format, "value", v_head_dim)
-    if key_layout.format.rotated or not (key_layout.format.has_levels and value_layout.format.has_levels):
+    if not (key_layout.format.has_levels and value_layout.format.has_levels):
         return None
     key, _ = _operand_and_scale(k_format, "key", head_dim, float32, k_data)
     value = key if v_data is None else _operand_and_scale(v_format, "value", v_head_dim, float32, v_data)[0]

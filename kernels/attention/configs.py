@@ -163,6 +163,8 @@ def config_with_factors(
     # Levels that were multiplied by factors pass through shared memory, and so do levels of values in float32.
     other_nbytes = SCRATCH_NBYTES + query_nbytes + factors_nbytes // 2
     other_nbytes += _tile_nbytes(config, value, value, least_bits=32 if float32 else 16) // 2
+    if key.rotated:
+        other_nbytes += key.num_planes * key.padded_width * key.padded_head_dim * itemsize  # the rotation matrix
     exact_nbytes = 0
     if key.num_entries + value.num_entries > 0:
         exact_nbytes = SCRATCH_NBYTES + query_nbytes + 2 * _exact_nbytes(config, key, value, float32)

@@ -11,7 +11,12 @@ from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows
 from kvcompile.kernels.tiles.packed import load_packed, unpack
-from kvcompile.kernels.tiles.rotation import hadamard_rows, random_signs, rotation_norm
+from kvcompile.kernels.tiles.rotation import (
+    rotated_ones,
+    rotation_of_planes,
+    unrotated_factor,
+    unrotated_levels,
+)
 
 
 @jit(do_not_specialize=["first_pair", "num_kv_heads", "num_tokens", "num_blocks", "blocks_per_program"])
@@ -44,7 +49,7 @@ def dequantize_kernel(
     if HAS_BOUNDS:
         begin = tl.load(bounds_ptr + batch * 2) // TILE * TILE
         end = tl.minimum(tl.cdiv(tl.load(bounds_ptr + batch * 2 + 1), TILE) * TILE, end)
-    rotation = _rotation_of_planes(OPERAND)
+    rotation = rotation_of_planes(OPERAND)
     for i in range(blocks_per_program):
         block = tl.program_id(1) * blocks_per_program + i
         if (block * BLOCK >= begin) & (block * BLOCK < end):
@@ -66,19 +71,6 @@ def dequantize_kernel(
 def _row_width(operand, padded):
     """Elements of a row of the output."""
     return operand.padded_head_dim if padded else operand.head_dim
-
-
-@jit
-def _rotation_of_planes(OPERAND: tl.constexpr):
-    """For each plane of a rotated format, the rows of the rotation matrix by which its levels are multiplied."""
-    rotation = ()
-    NUM_PLANES: tl.constexpr = OPERAND.num_planes
-    if OPERAND.rotated:
-        column = tl.arange(0, OPERAND.padded_width)
-        for plane in tl.static_range(NUM_PLANES):
-            row = tl.where(column < OPERAND.width, plane * OPERAND.width + column, OPERAND.padded_head_dim)
-            rotation = rotation + (hadamard_rows(row, OPERAND.head_dim, OPERAND.padded_head_dim),)  # noqa: RUF005
-    return rotation
 
 
 @jit
@@ -118,31 +110,14 @@ def _dequantize_block(
 
 @jit
 def _rotate_levels(levels, scale, zero, rotation, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Vectors [tokens, channels] in the original basis, from levels in the stored basis, without the static scale.
-
-    Levels and the matrix are exact in the dtype of the products, so that products are exact, too. Scales follow.
-    """
+    """Vectors [tokens, channels] in the original basis, from levels in the stored basis, without the static scale."""
     tl.static_assert(OPERAND.granularity == "token")
-    channel = tl.arange(0, OPERAND.padded_head_dim)
-    x = tl.full([OPERAND.block_tokens, OPERAND.padded_head_dim], 0.0, tl.float32)
-    ones = tl.full([OPERAND.padded_head_dim], 0.0, tl.float32)  # a vector of ones, rotated
-    NUM_PLANES: tl.constexpr = OPERAND.num_planes
-    for plane in tl.static_range(NUM_PLANES):
-        level = levels[plane]
-        if OPERAND.column_major:
-            level = tl.trans(level)
-        rows = (rotation[plane] * OPERAND.relative_gains[plane]).to(OPERAND.dtype)
-        x = tl.dot(level, rows, x, input_precision=PRECISION)
-        ones += tl.sum(rotation[plane], 0)
-    x = x * OPERAND.largest_gain
+    x = unrotated_levels(levels, rotation, OPERAND, PRECISION) * OPERAND.largest_gain
     if OPERAND.has_scale:
         x = x * scale[:, None]
     if OPERAND.has_zero:
-        x = x + zero[:, None] * ones[None, :]
-    factor = rotation_norm(channel, OPERAND.head_dim)
-    if OPERAND.rotation_seed != 0:
-        factor *= random_signs(channel, OPERAND.rotation_seed)
-    return x * factor[None, :]
+        x = x + zero[:, None] * rotated_ones(rotation, OPERAND)[None, :]
+    return x * unrotated_factor(OPERAND)[None, :]
 
 
 @jit

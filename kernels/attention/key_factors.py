@@ -6,6 +6,9 @@ A tile of packed keys is decoded in registers, and multiplied once by each of it
 products follow, with the query and with the paired query. Scales and zero points do not commute with the sum over
 channels here, unless there is one scale per token and no zero point. They are applied to the tile before the factors.
 
+Levels of a rotated format are first multiplied by the rotation matrix, by another tensor core product. The norms and
+signs of the rotation are applied to both queries.
+
 Products are computed in the dtype of the query, which is the dtype in which the model would multiply rotated keys: a
 factor may be as large, or as small, as that dtype allows. (Triton's interpreter multiplies in float32 for bfloat16.)
 """
@@ -16,6 +19,7 @@ from kvcompile.kernels.attention.query import columns_of, first_columns, load_qu
 from kvcompile.kernels.lang.tiles import planes_of, transposed
 from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.packed import unpack
+from kvcompile.kernels.tiles.rotation import rotated_ones, rotation_of_planes, unrotated_factor, unrotated_levels
 
 
 @constexpr_function
@@ -37,26 +41,54 @@ def load_paired_rows(factors, program, head, position, in_query, KEY: tl.constex
     return load_query_rows(row_ptrs, in_query, factors[4], KEY)
 
 
+@constexpr_function
+def planes_in_products(key):
+    """The planes of the products with factors: (number, width, padded width). A rotated format has all channels in one.
+
+    Levels in the original basis have no planes.
+    """
+    if key.rotated:
+        return 1, key.head_dim, key.padded_head_dim
+    return key.num_planes, key.width, key.padded_width
+
+
+@constexpr_function
+def largest_norm(head_dim):
+    """The largest factor of :func:`kvcompile.kernels.tiles.rotation.rotation_norm`, of the smallest rotation block."""
+    return (head_dim & -head_dim) ** -0.5
+
+
 @jit
 def query_with_pairs(q, paired, score_scale, KEY: tl.constexpr):
     """The second operands of both products, from query rows and paired query rows [rows, padded_head_dim].
 
     Returns:
-        operand: for each product a tuple of tiles [padded_width, columns], one for each plane of the key.
+        operand: for each product a tuple of tiles [padded_width, columns], one for each plane of the products.
         factor: [rows], the factor of the scores.
+        rotation: the result of :func:`kvcompile.kernels.tiles.rotation.rotation_of_planes`.
     """
     DTYPE: tl.constexpr = dtype_of_products(q.dtype)
     factor = tl.full([q.shape[0]], 1.0, tl.float32) * score_scale
-    return (_columns(q.to(DTYPE), KEY), _columns(paired.to(DTYPE), KEY)), factor
+    if KEY.rotated:
+        # For a power of two the channels keep their absolute values, and lose no bits.
+        norms = unrotated_factor(KEY) * (1.0 / largest_norm(KEY.head_dim))
+        q, paired = q.to(tl.float32) * norms[None, :], paired.to(tl.float32) * norms[None, :]
+        if not KEY.has_zero:
+            factor = factor * KEY.largest_gain
+        factor = factor * largest_norm(KEY.head_dim)
+    return (_columns(q.to(DTYPE), KEY), _columns(paired.to(DTYPE), KEY)), factor, rotation_of_planes(KEY)
 
 
 @jit
 def _columns(q, KEY: tl.constexpr):
-    planes = transposed(planes_of(q, KEY), KEY)
-    columns = ()
-    NUM_PLANES: tl.constexpr = KEY.num_planes
-    for plane in tl.static_range(NUM_PLANES):
-        columns = columns + (columns_of(planes[plane], max(8, q.shape[0])),)  # noqa: RUF005
+    if KEY.rotated:
+        columns = (columns_of(tl.trans(q), max(8, q.shape[0])),)
+    else:
+        planes = transposed(planes_of(q, KEY), KEY)
+        columns = ()
+        NUM_PLANES: tl.constexpr = KEY.num_planes
+        for plane in tl.static_range(NUM_PLANES):
+            columns = columns + (columns_of(planes[plane], max(8, q.shape[0])),)  # noqa: RUF005
     return columns
 
 
@@ -75,14 +107,30 @@ def scores_with_factors(
     """
     packed, scale, zero = keys
     levels = unpack(packed, scale, zero, KEY)
-    vectors = ()
-    NUM_PLANES: tl.constexpr = KEY.num_planes
-    for plane in tl.static_range(NUM_PLANES):
-        vectors = vectors + (_decoded(levels[plane], scale, zero, plane, KEY, TOKENS),)  # noqa: RUF005
+    if KEY.rotated:
+        vectors = (_unrotated(levels, scale, zero, query[2], KEY, PRECISION),)
+    else:
+        vectors = ()
+        NUM_PLANES: tl.constexpr = KEY.num_planes
+        for plane in tl.static_range(NUM_PLANES):
+            vectors = vectors + (_decoded(levels[plane], scale, zero, plane, KEY, TOKENS),)  # noqa: RUF005
     scores = products_with_factors(vectors, query, factors, token, kv_len, KEY, PRECISION)
     if scales_scores(KEY):
         scores = scale[:, None] * scores
     return scores
+
+
+@jit
+def _unrotated(levels, scale, zero, rotation, KEY: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile of keys in the original basis, but for norms and signs: [TOKENS, padded_head_dim].
+
+    Without a zero point it also lacks gain and scale, which multiply scores.
+    """
+    tl.static_assert(KEY.granularity == "token")
+    x = unrotated_levels(levels, rotation, KEY, PRECISION)
+    if KEY.has_zero:
+        x = x * (scale * KEY.largest_gain)[:, None] + zero[:, None] * rotated_ones(rotation, KEY)[None, :]
+    return x
 
 
 @constexpr_function
@@ -117,19 +165,22 @@ def _decoded(level, scale, zero, PLANE: tl.constexpr, KEY: tl.constexpr, TOKENS:
 @jit
 def products_with_factors(vectors, query, factors, token, kv_len, KEY: tl.constexpr, PRECISION: tl.constexpr):
     """The scores of keys ``vectors``, a tile [tokens, padded_width] for each plane: float32 [tokens, rows]."""
-    columns, factor = query
+    columns, factor, _ = query
     of_query, of_paired = columns
     DTYPE: tl.constexpr = of_query[0].dtype
     ptr, num_tokens = factors[5], factors[6]
-    column = tl.arange(0, KEY.padded_width)
+    PLANES: tl.constexpr = planes_in_products(KEY)
+    NUM_PLANES: tl.constexpr = PLANES[0]
+    WIDTH: tl.constexpr = PLANES[1]
+    PADDED_WIDTH: tl.constexpr = PLANES[2]
+    column = tl.arange(0, PADDED_WIDTH)
     row = token.to(tl.int64) * KEY.head_dim
     in_bounds = (token < kv_len)[:, None]
-    if KEY.width != KEY.padded_width:
-        in_bounds = in_bounds & (column < KEY.width)[None, :]
+    if WIDTH != PADDED_WIDTH:
+        in_bounds = in_bounds & (column < WIDTH)[None, :]
     products = tl.full([token.shape[0], of_query[0].shape[1]], 0.0, tl.float32)
-    NUM_PLANES: tl.constexpr = KEY.num_planes
     for plane in tl.static_range(NUM_PLANES):
-        ptrs = ptr + row[:, None] + (plane * KEY.width + column)[None, :]
+        ptrs = ptr + row[:, None] + (plane * WIDTH + column)[None, :]
         own = tl.load(ptrs, mask=in_bounds, other=0.0)
         other = tl.load(ptrs + num_tokens.to(tl.int64) * KEY.head_dim, mask=in_bounds, other=0.0)
         x = _within(vectors[plane], DTYPE)

@@ -120,6 +120,67 @@ def hadamard_rows(row, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @jit
+def rotation_of_planes(OPERAND: tl.constexpr):
+    """For each plane of a rotated format, the rows of the rotation matrix by which its levels are multiplied.
+
+    The tiles are float32 [padded_width, padded_head_dim]; their elements are 1, -1 and 0. There is none for formats
+    that are not rotated.
+    """
+    rotation = ()
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    if OPERAND.rotated:
+        column = tl.arange(0, OPERAND.padded_width)
+        for plane in tl.static_range(NUM_PLANES):
+            row = tl.where(column < OPERAND.width, plane * OPERAND.width + column, OPERAND.padded_head_dim)
+            rows = hadamard_rows(row, OPERAND.head_dim, OPERAND.padded_head_dim)
+            rotation = rotation + (rows,)  # type: ignore[assignment]  # noqa: RUF005
+    return rotation
+
+
+@jit
+def unrotated_levels(levels, rotation, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile of levels in the stored basis, multiplied by the rotation matrix: float32 [tokens, padded_head_dim].
+
+    Scales, ``largest_gain`` and :func:`unrotated_factor` turn the result into vectors in the original basis. Levels and
+    the matrix are exact in the dtype of the products, so that products are exact, too.
+
+    Args:
+        levels: for each plane a tile [tokens, padded_width], or with ``column_major`` its transpose.
+        rotation: the result of :func:`rotation_of_planes`.
+    """
+    TOKENS: tl.constexpr = levels[0].shape[1] if OPERAND.column_major else levels[0].shape[0]
+    x = tl.full([TOKENS, OPERAND.padded_head_dim], 0.0, tl.float32)
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        level = levels[plane]
+        if OPERAND.column_major:
+            level = tl.trans(level)
+        rows = (rotation[plane] * OPERAND.relative_gains[plane]).to(OPERAND.dtype)
+        x = tl.dot(level, rows, x, input_precision=PRECISION)
+    return x
+
+
+@jit
+def rotated_ones(rotation, OPERAND: tl.constexpr):
+    """The product of a vector of ones with the rotation matrix, float32 [padded_head_dim]."""
+    ones = tl.full([OPERAND.padded_head_dim], 0.0, tl.float32)
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        ones += tl.sum(rotation[plane], 0)
+    return ones
+
+
+@jit
+def unrotated_factor(OPERAND: tl.constexpr):
+    """What channels of :func:`unrotated_levels` are multiplied by: norms and signs, float32 [padded_head_dim]."""
+    channel = tl.arange(0, OPERAND.padded_head_dim)
+    factor = rotation_norm(channel, OPERAND.head_dim)
+    if OPERAND.rotation_seed != 0:
+        factor *= random_signs(channel, OPERAND.rotation_seed)
+    return factor
+
+
+@jit
 def hadamard(x, HEAD_DIM: tl.constexpr):
     """Rotate the rows of a float32 tile [rows, channels] as :func:`kvcompile.kernels.formats.rotation.rotate` does.
 

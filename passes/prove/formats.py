@@ -14,7 +14,7 @@ from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.marker import Marker
 from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention
 from kvcompile.passes.prove.candidate import Candidate
-from kvcompile.passes.prove.key_factors import why_not_fused
+from kvcompile.passes.prove.key_factors import can_fuse
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.site import FormatPair, num_layers
 
@@ -115,7 +115,7 @@ def _fuse_rotation(candidate: Candidate) -> None:
     computed = candidate.attention
     if isinstance(computed, ComputedAttention) and computed.fused is not None:
         query, key = Marker.of(computed.marker).query, computed.fused.key
-        if why_not_fused(query, key.num_kv_heads, candidate.layouts["key"]) is None:
+        if can_fuse(query, key.num_kv_heads, candidate.layouts["key"]):
             candidate.attention = computed.fused
             candidate.site.attention = candidate.site.attention.replace(computed.note, ROTATED_NOTE)
 

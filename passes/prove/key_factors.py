@@ -27,8 +27,10 @@ from kvcompile.compat.tensors import without_modes
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.attention import MAX_DECODE_ROWS
 from kvcompile.kernels.spec.key_factors import paired_query
-from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.prove.linear_keys import LinearKeys, follow_linear_keys
+
+ROTATED_CHANNELS = 128
+"""The most channels of a rotated format that a kernel turns back: its rotation matrix must fit into shared memory."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +99,20 @@ def partners_of(depends: Tensor) -> tuple[int, ...] | None:
     return tuple(partners)
 
 
-def why_not_fused(query: Node, num_kv_heads: int, layout: PackedLayout) -> str | None:
-    """Why attention on keys in ``layout`` rather reads keys that were dequantized and rotated; None if it does not.
+def can_fuse(query: Node, num_kv_heads: int, layout: PackedLayout) -> bool:
+    """Whether attention applies a rotation to keys in ``layout``; otherwise it reads dequantized and rotated keys.
 
-    A rotated format, or a calibrated one, would have to be turned back before each key can be multiplied by its
-    factors. For many queries, dequantizing all keys once costs less than multiplying them in every tile of queries.
+    Keys of a rotated format have to be turned back first, which kernels on a GPU do on tensor cores, for up to
+    ROTATED_CHANNELS channels. No kernel turns calibrated keys back. For many queries, dequantizing all keys once costs
+    less than multiplying them in every tile of queries.
     """
-    _, num_heads, q_len, _ = shape_of(query)
-    if layout.format.rotated or layout.format.is_calibrated or not layout.format.has_levels:
-        return f"{layout.format_name} stores keys in another basis"
-    if not statically_known_true(num_heads * q_len <= MAX_DECODE_ROWS * num_kv_heads):
-        return f"a KV head has more than {MAX_DECODE_ROWS} query rows"
-    return None
+    value = query.meta["val"]
+    _, num_heads, q_len, head_dim = value.shape
+    turns_back = value.device.type == "cuda" and statically_known_true(head_dim <= ROTATED_CHANNELS)
+    has_own_basis = not layout.format.rotated or turns_back
+    if layout.format.is_calibrated or not layout.format.has_levels or not has_own_basis:
+        return False
+    return statically_known_true(num_heads * q_len <= MAX_DECODE_ROWS * num_kv_heads)
 
 
 def _flags(flags: Sequence[bool], device: torch.device) -> Tensor:

@@ -89,7 +89,16 @@ def test_factors_of_keys_are_loaded_ahead_and_multiply_keys_in_registers(format_
 
 
 @pytest.mark.parametrize("residual", ["", pytest.param("[recent=1,sinks=1,bfloat16]", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("format_name", ["int3_unrotated", pytest.param("int8_per_channel", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "format_name",
+    [
+        "int3_unrotated",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("int8_per_channel", "turboquant_4bit", "turboquant_3bit", "int4_per_token_head")
+        ),
+    ],
+)
 def test_keys_with_factors_compile_in_any_format_and_with_exact_blocks(format_name, residual, compiled):
     attend(format_name + residual, INT8 + residual, has_factors=True)
     assert len(compiled["attention_with_factors"]) == 1

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from calibrated_bases import based
 from test_attention_kernel import Case
 
 from kvcompile.kernels import calibrated
@@ -43,6 +44,7 @@ class CaseWithFactors(Case):
 
 KERNEL_FORMATS = [
     *("int8_per_token_head", "int4_unrotated", "fp8_e4m3", "int4_per_channel[recent=1,sinks=0,bfloat16]"),
+    *("turboquant_4bit", "turboquant_3bit", "int4_per_token_head", "int2_per_token_head"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("int3_unrotated", "int8_per_group_32", "bfloat16")),
     *(
         pytest.param(name, marks=pytest.mark.slow)
@@ -81,9 +83,20 @@ def test_the_kernel_takes_any_rows_masks_and_heads(head_dim, rows, options, devi
     case.check(**options)
 
 
-@pytest.mark.parametrize("key", ["int4_per_token_head", "turboquant_3bit"])
-def test_keys_in_another_basis_are_dequantized_on_a_gpu(key, device):
-    CaseWithFactors(device, key).check(softcap=5.0)
+@pytest.mark.parametrize("key", ["turboquant_4bit_mean", pytest.param("int4_unrotated_mean", marks=pytest.mark.slow)])
+def test_calibrated_keys_are_dequantized(key, device):
+    name = based(key, num_heads=Case.num_kv_heads, head_dim=Case.head_dim).name
+    CaseWithFactors(device, name).check()
+
+
+@pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow)])
+def test_keys_of_a_rotated_format_are_turned_back(head_dim, device):
+    residual = "[recent=1,sinks=1,bfloat16]"
+    case = CaseWithFactors(
+        device, "turboquant_4bit" + residual, "turboquant_3bit" + residual, head_dim=head_dim, v_head_dim=head_dim,
+        kv_len=200, q_len=2,
+    )  # fmt: skip
+    case.check(mask=torch.rand(2, 200) > 0.4)
 
 
 def test_exact_blocks_of_the_kernel_have_the_factors_of_their_tokens(device):

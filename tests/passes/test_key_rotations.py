@@ -6,14 +6,17 @@ Each case is a function from cached keys to the keys of attention. Accepted case
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.compat.inductor import select_decomp_table
-from kvcompile.passes.prove.key_factors import KeyRotation, partners_of, read_rotation
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.passes.prove.key_factors import KeyRotation, can_fuse, partners_of, read_rotation
 
 BATCH, HEADS, TOKENS, CHANNELS = 2, 3, 5, 8
 Keys = Callable[..., Tensor]
@@ -294,3 +297,24 @@ def test_other_keys_are_not_proven(compute: Keys) -> None:
 )
 def test_a_channel_has_one_partner_in_both_directions(rows: list[str], partners: tuple[int, ...] | None) -> None:
     assert partners_of(torch.tensor([[char == "1" for char in row] for row in rows])) == partners
+
+
+@pytest.mark.parametrize(
+    ("format_name", "device", "shape", "is_fused"),
+    [
+        ("int8_per_token_head", "cpu", (1, 4, 1, 64), True),
+        ("turboquant_4bit", "cpu", (1, 4, 1, 64), False),
+        ("turboquant_4bit", "cuda", (1, 4, 1, 128), True),
+        ("turboquant_4bit", "cuda", (1, 4, 1, 256), False),
+        ("turboquant_4bit_mean", "cuda", (1, 4, 1, 128), False),
+        ("int8_per_token_head", "cuda", (1, 4, 8, 64), True),
+        ("int8_per_token_head", "cuda", (1, 4, 9, 64), False),
+    ],
+)
+def test_attention_applies_a_rotation_if_it_is_cheap(
+    format_name: str, device: str, shape: tuple[int, ...], is_fused: bool
+) -> None:
+    query = Graph().placeholder("query")
+    query.meta["val"] = SimpleNamespace(shape=shape, device=torch.device(device))
+    layout = PackedLayout.parse(format_name, "key", shape[3])
+    assert can_fuse(query, 2, layout) == is_fused
