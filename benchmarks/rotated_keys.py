@@ -3,9 +3,8 @@
     python benchmarks/rotated_keys.py [--shapes 8,32/8,128,32768 ...] [--formats int8_per_token_head ...] [--layers 4]
 
 Every format has two rows: the step with keys that are cached after RoPE, as most models do, and before it (OLMo,
-x-transformers). Attention applies the rotation to packed keys of a format without another basis; keys of other formats
-are dequantized and rotated. The baseline is the same step under plain ``torch.compile`` in bfloat16. Each result is
-first compared with eager code on the same packed caches.
+x-transformers). Attention applies the rotation to packed keys. The baseline is the same step under plain
+``torch.compile`` in bfloat16. Each result is first compared with eager code on the same packed caches.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kvcompile.benching.measuring import Timing, time_graph
 from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, relative_error
 
 SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072")]
-FORMATS = ["int8_per_token_head", "fp8_e4m3", "int4_unrotated", "int4_per_token_head"]
+FORMATS = ["int8_per_token_head", "fp8_e4m3", "int4_unrotated", "int4_per_token_head", "turboquant_4bit_nc"]
 Step = Callable[..., list[Tensor]]
 
 

@@ -89,6 +89,7 @@ RESERVED_NBYTES = 1 << 10
 
 PORTABLE = AttentionConfig(8, 64)
 FACTORS = AttentionConfig(8, 64, num_stages=2)
+FACTORS_ROTATED = AttentionConfig(8, 64, num_stages=1, programs_per_sm=4)
 FACTORS_FLOAT32 = AttentionConfig(16, 64, num_stages=1)
 FLOAT32 = AttentionConfig(16, 64, num_stages=1)
 
@@ -146,7 +147,8 @@ def config_with_factors(
     """The configuration of :func:`kvcompile.kernels.attention.decode.attention_with_factors_kernel`.
 
     None if none serves the device. A program loads two tiles of factors beside each tile of keys. They are as large as
-    a tile of 32-bit keys in half precision, so that fewer tiles are loaded ahead. Nothing was measured on a GPU yet.
+    a tile of 32-bit keys in half precision, so that fewer tiles are loaded ahead. A rotated format has none ahead: more
+    programs serve it better.
 
     Args:
         multiprocessor: the sizes of a multiprocessor.
@@ -154,7 +156,7 @@ def config_with_factors(
         rows: query rows per KV head.
         float32: whether products are computed in float32.
     """
-    config = FACTORS_FLOAT32 if float32 else FACTORS
+    config = FACTORS_FLOAT32 if float32 else FACTORS_ROTATED if key.rotated else FACTORS
     config = replace(config, rows=min(16, max(4, triton.next_power_of_2(rows))))
     itemsize = 4 if float32 else 2
     factors_nbytes = 2 * config.tokens * key.padded_head_dim * itemsize

@@ -88,6 +88,19 @@ def _index(cache: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return _index_select(cache, indexed[0], selected)
 
 
+@handles(PackedTensor, aten.gather.default)
+def _gather(cache: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Any:
+    """An expanded index, such as ``beams.view(-1, 1, 1, 1).expand(shape)``, selects. Any other index is a read."""
+    if not isinstance(cache, PackedTensor) or index.dim() != cache.dim() or index.numel() == 0:
+        return NotImplemented
+    dim %= cache.dim()
+    others = [other for other in range(cache.dim()) if other != dim]
+    repeats = (index.stride(other) == 0 or index.shape[other] == 1 for other in others)
+    if not all(repeats) or any(index.shape[other] != cache.shape[other] for other in others):
+        return NotImplemented
+    return _index_select(cache, dim, index.transpose(0, dim).flatten(1)[:, 0])
+
+
 @handles(PackedTensor, aten.roll.default)
 def _roll(cache: PackedTensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     if len(shifts) != 1 or len(dims) != 1:

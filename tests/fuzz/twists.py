@@ -40,6 +40,21 @@ def _second(lines: str, place: str = "read", is_safe: bool = False) -> Twist:
     return Twist(**{place: lines}, after="out = out + second", is_safe=is_safe)
 
 
+_ANGLES = (
+    "token = torch.arange(keys.shape[2], device=keys.device)[:, None]\n"
+    "angles = 0.1 * token * torch.arange(1, {half} + 1, device=keys.device)\n"
+)
+_HALVES = (
+    "cos, sin = (torch.cat([part] * 2, -1).to(keys.dtype) for part in (angles.cos(), angles.sin()))\n"
+    "keys = keys * cos + torch.cat([-keys[..., {half}:], keys[..., :{half}]], -1) * sin"
+)
+
+
+def _rope(angles: str = "", before: str = "", rotate: str = _HALVES, after: str = "") -> Twist:
+    """Keys that are rotated after their cache; lines change the angles, or come before or after the rotation."""
+    return Twist(read="\n".join(filter(None, [before, _ANGLES + angles, rotate, after])))
+
+
 _ATTEND = "F.scaled_dot_product_attention"
 
 TWISTS = {
@@ -52,6 +67,37 @@ TWISTS = {
     "returned": Twist(after="extra{number} = {K}", returns=True),
     "written_twice": Twist(written="{K}.index_copy_({t}, pos, {x} * 3.0)", is_safe=True),
     "keys_rotated": Twist(read="keys = keys * 0.5 + torch.cat([-keys[..., {half}:], keys[..., :{half}]], -1)"),
+    # Rotations by token, and what looks like them.
+    "rope_of_halves": _rope(),
+    "rope_of_neighbours": _rope(
+        rotate="even, odd = keys.unflatten(-1, (-1, 2)).unbind(-1)\n"
+        "cos, sin = angles.cos().to(keys.dtype), angles.sin().to(keys.dtype)\n"
+        "keys = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)"
+    ),
+    "rope_of_complex": _rope(
+        rotate="pairs = torch.view_as_complex(keys.float().unflatten(-1, (-1, 2)).contiguous())\n"
+        "keys = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(keys.dtype)"
+    ),
+    "rope_of_first_channels": _rope(
+        rotate="x, y = keys[..., :{half}], keys[..., {half}:]\n"
+        "keys = torch.cat([x * angles.cos().to(x.dtype) + x.flip(-1) * angles.sin().to(x.dtype), y], -1)"
+    ),
+    "rope_with_scale_of_token": _rope(after="keys = keys * (1.0 + 0.1 * token).to(keys.dtype)"),
+    "rope_twice": _rope(after=_HALVES),
+    "rope_of_head": _rope(
+        angles="angles = angles * torch.arange(1, keys.shape[1] + 1, device=keys.device)[:, None, None]"
+    ),
+    "rope_of_sequence": _rope(
+        angles="angles = angles * torch.arange(1, keys.shape[0] + 1, device=keys.device)[:, None, None, None]"
+    ),
+    "rope_by_keys": _rope(angles="angles = angles * keys.mean().float()"),
+    "rope_by_query": _rope(angles="angles = angles * q.mean().float()"),
+    "rope_of_rolled_tokens": _rope(before="keys = keys.roll(1, 2)"),
+    "rope_of_reversed_heads": _rope(before="keys = keys.flip(1)"),
+    "rope_and_offset": _rope(after="keys = keys + 0.5"),
+    "rope_and_third_channel": _rope(after="keys = keys + 0.5 * keys.roll(1, 3)"),
+    "rope_and_other_tokens": _rope(after="keys = keys + keys[:, :, :1]"),
+    "rope_and_cast": _rope(after="keys = keys.int().to(q.dtype)"),
     # Other uses of the values.
     "summed": Twist(after="extra{number} = {K}.sum()", returns=True),
     "view_returned": Twist(after="extra{number} = {keys}[:, :, :2]", returns=True),

@@ -302,6 +302,8 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda c: c[:, :, 7:66].contiguous(),
     "clone of a view": lambda c: c[1:, :, 5:69].transpose(1, 2).clone(),
     "beams reordered": lambda c: c.index_select(0, torch.tensor([1, 1, 0])),
+    "beams gathered": lambda c: c.gather(0, torch.tensor([1, 1, 0]).view(-1, 1, 1, 1).expand(3, *c.shape[1:])),
+    "tokens gathered": lambda c: c.gather(-2, torch.tensor([69, 3])[:, None].expand(*c.shape[:2], 2, c.shape[3])),
     "sequences by index": lambda c: c[torch.tensor([1, -1]), ...],
     "sequences by mask": lambda c: c[torch.tensor([False, True])],
     "heads by index": lambda c: c[:, torch.tensor([2, 0])],
@@ -323,6 +325,14 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_copies_of_token_vectors_stay_packed_and_are_not_quantized_again(layout, take):
     cache, plain = pair(layout)
     assert_same(take(cache), take(plain))
+
+
+def test_a_gather_of_single_numbers_is_a_read():
+    cache, plain = pair(INT8)
+    for index in (torch.randint(0, cache.shape[0], cache.shape), torch.zeros(1, 1, 1, 1, dtype=torch.long)):
+        gathered = cache.gather(0, index)
+        assert type(gathered) is Tensor
+        assert torch.equal(gathered, plain.dequantize().gather(0, index))
 
 
 @pytest.mark.parametrize("take", COPIES.values(), ids=COPIES.keys())

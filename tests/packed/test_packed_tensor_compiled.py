@@ -69,6 +69,7 @@ PROGRAMS = {
     "scatter_": (lambda c: c.scatter_(2, torch.tensor([3, 69])[:, None].expand(2, 3, 2, HEAD_DIM), X), fixed),
     "a rolled window": (lambda c: c.roll(-1, -2), fixed),
     "beams reordered": (lambda c: c.index_select(0, torch.tensor([1, 1, 0])), growing),
+    "beams gathered": (lambda c: c.gather(0, torch.tensor([1, 0]).view(-1, 1, 1, 1).expand(c.shape)), growing),
     "sequences repeated": (lambda c: c.repeat_interleave(2, dim=0), growing),
     "cat": (lambda c: torch.cat([c, X], -2), fixed),
     "cat of a crop": (lambda c: torch.cat([c[..., :-3, :], X], -2), growing),
