@@ -97,7 +97,6 @@ TWISTS = {
     "rope_and_offset": _rope(after="keys = keys + 0.5"),
     "rope_and_third_channel": _rope(after="keys = keys + 0.5 * keys.roll(1, 3)"),
     "rope_and_other_tokens": _rope(after="keys = keys + keys[:, :, :1]"),
-    "rope_and_cast": _rope(after="keys = keys.int().to(q.dtype)"),
     # Other uses of the values.
     "summed": Twist(after="extra{number} = {K}.sum()", returns=True),
     "view_returned": Twist(after="extra{number} = {keys}[:, :, :2]", returns=True),
