@@ -15,7 +15,7 @@ factor may be as large, or as small, as that dtype allows. (Triton's interpreter
 
 from __future__ import annotations
 
-from kvcompile.kernels.attention.query import columns_of, first_columns, load_query_rows
+from kvcompile.kernels.attention.query import first_columns, load_query_rows
 from kvcompile.kernels.lang.tiles import planes_of, transposed
 from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.packed import unpack
@@ -81,15 +81,13 @@ def query_with_pairs(q, paired, score_scale, KEY: tl.constexpr):
 
 @jit
 def _columns(q, KEY: tl.constexpr):
-    if KEY.rotated:
-        columns = (columns_of(tl.trans(q), max(8, q.shape[0])),)
-    else:
-        planes = transposed(planes_of(q, KEY), KEY)
-        columns = ()
-        NUM_PLANES: tl.constexpr = KEY.num_planes
-        for plane in tl.static_range(NUM_PLANES):
-            columns = columns + (columns_of(planes[plane], max(8, q.shape[0])),)  # noqa: RUF005
-    return columns
+    """Query rows as columns: each row once, or twice side by side if there are fewer than 8.
+
+    Rows are doubled before they become columns. Triton 3.9 cannot reshape the transposed rows in shared memory.
+    """
+    if q.shape[0] < 8:
+        q = tl.reshape(tl.permute(tl.join(q, q), (0, 2, 1)), [2 * q.shape[0], q.shape[1]])
+    return (tl.trans(q),) if KEY.rotated else transposed(planes_of(q, KEY), KEY)
 
 
 @jit

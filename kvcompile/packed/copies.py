@@ -98,7 +98,9 @@ def _gather(cache: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Any:
     repeats = (index.stride(other) == 0 or index.shape[other] == 1 for other in others)
     if not all(repeats) or any(index.shape[other] != cache.shape[other] for other in others):
         return NotImplemented
-    return _index_select(cache, dim, index.transpose(0, dim)[(slice(None), *[0] * len(others))])
+    for other in reversed(others):
+        index = index.select(other, 0)
+    return _index_select(cache, dim, index)
 
 
 @handles(PackedTensor, aten.roll.default)
