@@ -220,6 +220,7 @@ def test_dimensions_may_be_counted_from_the_last() -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="generated C++ of torch 2.11 ends the process on such a write")
+@pytest.mark.usefixtures("attention_as_operator")
 @pytest.mark.parametrize("options", [WITHOUT_VECTORS, pytest.param({}, id="vectors", marks=pytest.mark.slow)])
 def test_a_write_outside_the_cache_is_an_error_even_where_the_last_block_has_room(options: dict[str, Any]) -> None:
     step = attention_step(index_copy, "bhtd")

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "attention_as_operator")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

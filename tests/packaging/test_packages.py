@@ -16,7 +16,6 @@ from calibrated_bases import write_transforms
 from hand_written_model import VOCAB_SIZE, tiny_transformer
 from package_step import compile_command, generate
 from shared_fixtures import WITHOUT_VECTORS
-from tiny_llama import tiny_llama
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
@@ -160,13 +159,9 @@ def test_a_cache_that_cannot_be_packed_is_an_error_that_says_why(tmp_path: Path)
 
 
 def test_calibrated_formats_are_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    model = tiny_llama(num_layers=1)
     choice = {"dtype": "transform_2.6bit", "transforms": str(write_transforms(tmp_path / "t.safetensors", 64))}
-    cache = kvcompile.static_cache(model, 1, 64, {"default": choice})
-    inputs = {"input_ids": torch.zeros(1, 1, dtype=torch.long), "past_key_values": cache}
     with pytest.raises(PackageError, match=r"a calibrated format.* choose another policy"):
-        kvcompile.package(model, kwargs=inputs, policy={"default": choice}, path=tmp_path / "step.pt2")
+        kvcompile.package(tiny_transformer(), one_token(0), policy={"default": choice}, path=tmp_path / "step.pt2")
 
 
 def test_a_wrong_path_or_policy_is_an_error_before_any_work(tmp_path: Path) -> None:

@@ -25,6 +25,22 @@ def rewriting_to_operators() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(insert, "_uses_kernels", return_value=True)
 
 
+def attending_with_an_operator() -> contextlib.AbstractContextManager[Any]:
+    """Inside the block a rewritten graph has attention as an operator on any device, and stores as their plain PyTorch.
+
+    For generated code whose stores are the point: attention is the larger part of what Inductor would compile.
+    """
+    from kvcompile.passes.rewrite import insert
+
+    insert_attention = insert._insert_attention
+
+    def insert_operator(*args: Any) -> Any:
+        with rewriting_to_operators():
+            return insert_attention(*args)
+
+    return mock.patch.object(insert, "_insert_attention", insert_operator)
+
+
 @contextlib.contextmanager
 def running_node_by_node(operators: bool = False) -> Iterator[None]:
     """Inside the block, the backend compiles no graph to code; graphs that were compiled inside run so afterwards.

@@ -14,7 +14,7 @@ import torch
 import torch._inductor.config
 from _pytest.runner import runtestprotocol
 from cheaper_compilation import in_one_piece_of_stack, skip_present_objects_in_collections
-from node_by_node import rewriting_to_operators, running_node_by_node
+from node_by_node import attending_with_an_operator, rewriting_to_operators, running_node_by_node
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,6 +111,13 @@ def no_kernels_of_inductor(request: pytest.FixtureRequest) -> Iterator[None]:
     """Code has calls of operators, and with ``operators_traced`` those of the plain PyTorch of stores and attention."""
     traced = "operators_traced" in request.fixturenames
     with without_kernels_of_inductor() if traced else with_code_of_operators():
+        yield
+
+
+@pytest.fixture
+def attention_as_operator() -> Iterator[None]:
+    """Generated code calls attention, and stores are its own; for promises about stores."""
+    with attending_with_an_operator():
         yield
 
 

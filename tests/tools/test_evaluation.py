@@ -141,10 +141,12 @@ def split(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_an_exact_prompt_loses_nothing_before_the_later_steps(tmp_path: Path) -> None:
+def test_an_exact_prompt_loses_nothing_before_later_steps_which_read_their_own_tokens_packed(tmp_path: Path) -> None:
+    """Later steps read them packed however long they are: here as long as the prompt."""
+
     def measured(options: str) -> tuple[str, dict[str, Any]]:
-        file = tmp_path / "quality.json"
-        out, _ = run(f"eval --model . --policies turboquant_3bit_nc --output {file} {options} {READING} --windows 1")
+        file, reading = tmp_path / "quality.json", "--prefill 64 --decode 64 --chunk 64 --windows 1"
+        out, _ = run(f"eval --model . --policies turboquant_3bit_nc --output {file} {options} {reading}")
         (result,) = json.loads(file.read_text())["results"]
         return out, result
 
@@ -154,14 +156,6 @@ def test_an_exact_prompt_loses_nothing_before_the_later_steps(tmp_path: Path) ->
     assert quantized["prefill_divergence"] > 1e-5
     assert prompt["prefill_divergence"] < 1e-9
     assert prompt["decode_divergence"] > 1e-5
-
-
-def test_later_steps_read_their_own_tokens_packed_however_long_they_are(tmp_path: Path) -> None:
-    file = tmp_path / "quality.json"
-    reading = "--prefill 64 --decode 64 --chunk 32 --windows 1"
-    run(f"eval --model . --policies turboquant_2bit --output {file} --exact-prompt {reading}")
-    (result,) = json.loads(file.read_text())["results"]
-    assert result["decode_divergence"] > 1e-5
 
 
 def bits_per_byte_without_a_cache() -> float:
