@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from formats_of_every_kind import in_turn
 from torch import Tensor
 
 import kvcompile
@@ -69,8 +70,11 @@ def outputs(step: Step, policy: str, behind: float) -> Tensor:
     return torch.cat(result, 2)
 
 
-@pytest.mark.parametrize("policy", ["int4", "turboquant_4bit_r128"])
-@pytest.mark.parametrize("step", [apart, in_one_tensor, of_two_lengths], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(
+    ("step", "policy"),
+    in_turn([apart, in_one_tensor, of_two_lengths], ["int4", "turboquant_4bit_r128"]),
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_values_behind_the_written_tokens_change_nothing(step: Step, policy: str) -> None:
     expected = outputs(step, policy, behind=0.0)
     torch.testing.assert_close(outputs(step, policy, behind=1e4), expected)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from formats_of_every_kind import in_turn
 from policies import reading_packed
 from torch import Tensor
 
@@ -200,8 +201,10 @@ def test_rows_that_are_not_active_are_not_written(write: Write) -> None:
     assert all(cache.write_form.startswith("masked") for cache in last_report().sites[0].caches)
 
 
-@pytest.mark.parametrize("write", [copy_of_a_choice, old_tokens_of_an_index])
-@pytest.mark.parametrize("policy", ["int8_per_token_head", "int4", "turboquant_4bit_nc"])
+@pytest.mark.parametrize(
+    ("policy", "write"),
+    in_turn(["int8_per_token_head", "int4", "turboquant_4bit_nc"], [copy_of_a_choice, old_tokens_of_an_index]),
+)
 @pytest.mark.parametrize("n", [1, 20])
 def test_the_bytes_of_rows_that_are_not_active_stay(write: Write, policy: str, n: int) -> None:
     """Also in a residual, whose exact blocks are written for active rows only."""

@@ -106,7 +106,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("policy", [LOSSLESS, "int8_per_token_head", "int4_per_token_head", "turboquant_4bit_nc"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("policy", [LOSSLESS, "int8_per_token_head", "turboquant_4bit_nc", "int4_per_token_head"])
 def test_packed_pages_get_the_tokens_of_a_packed_static_cache(policy: Any, caches: list[Any], calls: Any) -> None:
     model = packed(policy)
     expected = one_by_one(model)

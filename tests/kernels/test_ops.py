@@ -164,11 +164,16 @@ def test_attention_refuses_arguments_that_do_not_fit_and_names_them(index, value
         attention(*arguments)
 
 
-def test_everything_but_the_kernels_works_without_triton():
+def test_everything_but_the_kernels_works_without_triton_and_both_modules_of_operators_share_the_namespace():
     script = """
 import sys
 sys.modules["triton"] = None
 import torch
+import kvcompile.kernels.deepseek_v4.ops
+k_cache = torch.zeros(2, 64, 584, dtype=torch.uint8)
+k = torch.ones(1, 512, dtype=torch.bfloat16)
+torch.ops.kvcompile.quantize_and_insert_k_cache(k, k_cache, torch.tensor([70]), 64)
+assert k_cache[1].any() and not k_cache[0].any()
 from kvcompile.kernels import ops
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 layout = PackedLayout("int4_per_token_head", "key", 64)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from formats_of_every_kind import BY_TOKEN
+from formats_of_every_kind import BY_TOKEN, in_turn
 from torch import Tensor
 
 from kvcompile import last_report
@@ -60,8 +60,7 @@ def compiled(step: Callable[..., Any], policy: str = "int8_per_token_head") -> A
 
 
 @pytest.mark.usefixtures("without_code_generation")
-@pytest.mark.parametrize("growing", [False, True])
-@pytest.mark.parametrize("name", ["int4_unrotated", *RESIDUALS])
+@pytest.mark.parametrize(("name", "growing"), in_turn(["int4_unrotated", *RESIDUALS], [False, True]))
 def test_after_many_steps_a_cache_equals_the_cache_of_eager_code(name: str, growing: bool) -> None:
     cache = packed(name, growing=growing)
     expected = copy.deepcopy(cache)

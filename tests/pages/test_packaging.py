@@ -1,7 +1,8 @@
-"""Every kind of installation is complete, PyTorch finds the backend, and the import is cheap."""
+"""Every kind of installation is complete, PyTorch finds the backend and its log, and the import is cheap."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -153,15 +155,37 @@ def run(command: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def test_pytorch_lists_the_backend_without_an_import_and_the_backend_imports_no_transformers(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def beside_pytorch(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """What a program that imports PyTorch first finds, and what it logs with the setting ``TORCH_LOGS``."""
     program = """
-import sys, torch
-assert "kvquant" in torch._dynamo.list_backends()
-assert not [name for name in sys.modules if name.split(".")[0] == "kvcompile"]
+import json, os, sys, torch
+found = {"listed": "kvquant" in torch._dynamo.list_backends()}
+found["ours"] = [name for name in sys.modules if name.split(".")[0] == "kvcompile"]
 import kvcompile.backend
-assert "transformers" not in sys.modules
+found["transformers"] = "transformers" in sys.modules
+os.environ["TORCH_LOGS"] = "+kvcompile"
+torch._logging._internal._init_logs()  # as the import of PyTorch does
+from kvcompile.passes.site import Site
+from kvcompile.report.report import record
+record([Site("layers.0", 0, "sdpa", reason="because", reason_code="training")])
+print(json.dumps(found))
 """
-    run_python(program, cwd=tmp_path)
+    folder = tmp_path_factory.mktemp("elsewhere")
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_pytorch_lists_the_backend_without_an_import_and_the_backend_imports_no_transformers(
+    beside_pytorch: tuple[dict[str, Any], str],
+) -> None:
+    assert beside_pytorch[0] == {"listed": True, "ours": [], "transformers": False}
+
+
+def test_torch_logs_shows_our_log(beside_pytorch: tuple[dict[str, Any], str]) -> None:
+    assert "refused: layers.0: sdpa: because" in beside_pytorch[1]
 
 
 def test_import_kvcompile_is_cheap(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import sympy
 import torch
+from formats_of_every_kind import in_turn
 from model_configs import (
     DEEPSEEK_V3,
     GEMMA_2_9B,
@@ -307,8 +308,10 @@ def test_few_tokens_read_few_experts(tmp_path: Path) -> None:
     assert weights.bytes_read(1) < weights.nbytes / 15  # a token uses 37 of 671 billion parameters
 
 
-@pytest.mark.parametrize("config", [LLAMA_3_1_8B, GEMMA_2_9B, GEMMA_3_4B])
-@pytest.mark.parametrize("speedup", [Fraction(11, 10), Fraction(3, 2), Fraction(3)])
+@pytest.mark.parametrize(
+    ("config", "speedup"),
+    in_turn([LLAMA_3_1_8B, GEMMA_2_9B, GEMMA_3_4B], [Fraction(11, 10), Fraction(3, 2), Fraction(3)]),
+)
 def test_a_policy_pays_from_the_first_context_at_which_it_is_so_many_times_as_fast(
     config: dict[str, Any], speedup: Fraction
 ) -> None:
