@@ -8,6 +8,7 @@ import pytest
 import torch
 from cheaper_compilation import in_one_piece_of_stack
 from shared_fixtures import WITHOUT_VECTORS, with_vectors, without_kernels_of_inductor
+from torch._decomp.decompositions_for_rng import PhiloxState
 from torch._inductor.utils import run_and_get_code
 from torch.utils._config_module import ConfigModule
 
@@ -55,6 +56,32 @@ def test_changes_of_a_setting_are_seen_and_undone() -> None:
     assert not hasattr(config, "recompile_limit")
     config.recompile_limit = before
     assert config.recompile_limit == before
+
+
+def test_graphs_with_the_same_python_share_bytecode_but_no_values() -> None:
+    def graph_of(value: float) -> torch.fx.GraphModule:
+        return torch.fx.symbolic_trace(Adding(value))
+
+    one, two = graph_of(1.0), graph_of(2.0)
+    assert type(one).forward.__code__ is type(two).forward.__code__
+    assert (one(torch.zeros(())).item(), two(torch.zeros(())).item()) == (1.0, 2.0)
+
+
+class Adding(torch.nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.tensor(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.value
+
+
+def test_states_of_random_numbers_begin_as_pytorch_resets_them() -> None:
+    state, expected = PhiloxState(), PhiloxState()
+    PhiloxState.reset.__wrapped__(expected)
+    assert vars(state).keys() == vars(expected).keys()
+    for name, value in vars(expected).items():
+        torch.testing.assert_close(getattr(state, name), value)
 
 
 def test_kernels_have_vector_instructions_where_a_test_asks_for_them() -> None:

@@ -31,6 +31,8 @@ def make_compilation_cheaper() -> None:
     trace = logging.getLogger("torch.__trace")
     trace.propagate, trace.parent = True, None
     _make_settings_cheaper()
+    _compile_equal_python_once()
+    _share_empty_random_states()
 
 
 def make_code_generation_cheaper() -> None:
@@ -96,6 +98,40 @@ def _make_settings_cheaper() -> None:
         return setting.default if value is unset else value
 
     ConfigModule.__getattr__ = read_quickly
+
+
+def _compile_equal_python_once() -> None:
+    """Graphs with the same Python share its bytecode.
+
+    Inductor's passes write the Python of an unchanged graph several times, and tests compile the same model.
+    """
+    from torch.fx import graph_module
+
+    codes: dict[tuple[Any, ...], Any] = {}
+
+    def compile_once(source: str, name: str, mode: str, **flags: Any) -> Any:
+        key = source, mode, *flags.items()
+        if key not in codes:
+            codes[key] = compile(source, name, mode, **flags)
+        return codes[key]
+
+    vars(graph_module).setdefault("compile", compile_once)  # before the builtin function
+
+
+def _share_empty_random_states() -> None:
+    """Tracing a graph resets three states of random numbers twice; their two empty tensors are made once for all."""
+    from torch._decomp.decompositions_for_rng import PhiloxState
+
+    empty = torch.tensor(())
+
+    @functools.wraps(PhiloxState.reset)
+    def reset(state: Any) -> None:
+        state.seed = state.base_offset = empty
+        state.relative_offset = 0
+        state.offset_advanced_at_least_once = False
+
+    if not hasattr(PhiloxState.reset, "__wrapped__"):
+        PhiloxState.reset = reset
 
 
 def in_one_piece_of_stack(function: Callable[..., Any]) -> Callable[..., Any]:
