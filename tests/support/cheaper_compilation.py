@@ -40,12 +40,14 @@ def make_code_generation_cheaper() -> None:
 
     Kernels have no vector instructions, so that a kernel compiles in half of the time; ``slow`` tests and the fixture
     ``vector_instructions`` have them. Code has no numbers of lines for a debugger, which take a third of the time of a
-    package. Inductor prepares its table of operators and dtypes anew for each line of a kernel.
+    package. Inductor prepares its table of operators and dtypes anew for each line of a kernel, and reads an
+    environment variable for each attempt to match a pattern, of which a graph takes some thousand.
     """
-    from torch._inductor import config, cpp_builder
+    from torch._inductor import config, cpp_builder, pattern_matcher
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 
     config.cpp.simdlen = 1
+    pattern_matcher._should_debug_node = lambda name: False
     if hasattr(DtypePropagationOpsHandler.__init__, "__wrapped__"):
         return
     prepare = DtypePropagationOpsHandler.__init__
