@@ -124,13 +124,11 @@ def _share_empty_random_states() -> None:
     """Tracing a graph resets three states of random numbers twice; their two empty tensors are made once for all."""
     from torch._decomp.decompositions_for_rng import PhiloxState
 
-    empty = torch.tensor(())
+    begin = dict(vars(PhiloxState()))
 
     @functools.wraps(PhiloxState.reset)
     def reset(state: Any) -> None:
-        state.seed = state.base_offset = empty
-        state.relative_offset = 0
-        state.offset_advanced_at_least_once = False
+        vars(state).update(begin)
 
     if not hasattr(PhiloxState.reset, "__wrapped__"):
         PhiloxState.reset = reset
