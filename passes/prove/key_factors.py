@@ -116,10 +116,22 @@ def can_fuse(query: Node, num_kv_heads: int, layout: PackedLayout) -> bool:
 
 
 def _flags(flags: Sequence[bool], device: torch.device) -> Tensor:
-    """``flags`` as a bool tensor that is computed from their bits, because a traced function captures no tensor."""
+    """``flags`` as a bool tensor that is computed, because a traced function captures no tensor.
+
+    Each run of equal flags, or of alternating flags, is a comparison of the channels' numbers. Shifted bits would be
+    shorter, but Triton 3.6 computes ``word >> channel % 32 & 1`` wrongly for some channels, in some sizes of a block.
+    """
     channel = torch.arange(len(flags), device=device)
-    word = torch.zeros_like(channel)
-    for begin in range(0, len(flags), 32):
-        bits = sum(flag << place for place, flag in enumerate(flags[begin : begin + 32]))
-        word = torch.where(channel // 32 == begin // 32, bits, word)
-    return (word >> channel % 32) & 1 != 0
+    result = torch.zeros_like(channel, dtype=torch.bool)
+    begin = 0
+    while begin < len(flags):
+        end = begin + 1
+        while end < len(flags) and (flags[end] != flags[end - 1]) == (flags[begin + 1] != flags[begin]):
+            end += 1
+        if any(flags[begin:end]):
+            run = (channel >= begin) & (channel < end)
+            if not all(flags[begin:end]):
+                run = run & (channel % 2 == (begin if flags[begin] else begin + 1) % 2)
+            result = result | run
+        begin = end
+    return result

@@ -183,3 +183,30 @@ def test_generated_code_of_growing_caches_rotates_packed_keys(fresh_compiler: No
             torch.testing.assert_close(out, result, rtol=1e-5, atol=1e-5)
             assert isinstance(past[0], PackedTensor)
     assert {site.attention.split(", ")[-1] for site in report.sites if "rotated" in site.attention} == {ROTATED_NOTE}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["int8_per_token_head", "turboquant_4bit_nc"])
+@pytest.mark.parametrize("tokens", [1024, 8192, 32768])
+@torch.no_grad()
+def test_generated_code_of_a_gpu_computes_the_factors_of_every_channel(tokens: int, policy: str) -> None:
+    """Inductor chooses the size of a block by the number of tokens, and Triton 3.6 was wrong in some of them."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, *tables: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+        first, second = keys.chunk(2, -1)
+        rotated = keys * tables[0] + torch.cat([-second, first], -1) * tables[1]
+        return F.scaled_dot_product_attention(q, rotated, values, enable_gqa=True)
+
+    def new(heads: int, length: int) -> Tensor:
+        return torch.randn(2, heads, length, 128, dtype=torch.bfloat16, device="cuda")
+
+    angles = torch.arange(tokens, device="cuda")[:, None] * 10000.0 ** (-torch.arange(0, 128, 2, device="cuda") / 128)
+    tables = [torch.cat([part] * 2, -1).bfloat16() for part in (angles.cos(), angles.sin())]
+    pos = torch.tensor([tokens - 1], device="cuda")
+    arguments = (new(8, 1), new(2, 1), new(2, 1), new(2, tokens), new(2, tokens), pos, *tables)
+    run = compiled(step, policy)
+    run(*arguments)
+    assert isinstance(arguments[3], PackedTensor)
+    found, expected = run(*arguments).float(), step(*arguments).float()
+    assert (found - expected).norm() < 0.02 * expected.norm()

@@ -93,7 +93,7 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
     "a view": lambda c: c.view(6, 70, HEAD_DIM),
     "channels": lambda c: c[..., 8:] - c[..., :8],
     "a strided slice": lambda c: c[:, :, 1::3],
-    "a gather": lambda c: c.gather(2, torch.arange(0, 70, 7)[:, None].expand(2, 3, 10, HEAD_DIM)),
+    "a gather": lambda c: c.gather(2, torch.arange(0, 70, 7)[:, None].expand(2, 3, 10, HEAD_DIM).contiguous()),
     "stack": lambda c: torch.stack([c, c]),
     "cat of channels": lambda c: torch.cat([c, c], -1),
     "cat behind a plain tensor": lambda c: torch.cat([torch.ones(2, 3, 1, HEAD_DIM), c], 2),
