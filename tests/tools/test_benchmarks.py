@@ -324,6 +324,7 @@ def test_benchmarks_of_kernels_measure_every_preset_and_bfloat16(script, wall_cl
     assert all(row.keys() <= COLUMNS.keys() for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
 def test_keys_cached_before_and_after_rope_are_checked_and_timed(wall_clock, monkeypatch, tmp_path):
     sizes = ["--shapes", "1,4/2,64,128", "--formats", "int8_per_token_head", "turboquant_4bit_nc", "--layers", 2]
