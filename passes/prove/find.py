@@ -23,6 +23,7 @@ from kvcompile.passes.graph.aten import (
     SIZE_OPS,
     VIEW_OPS,
     WRITE_OPS,
+    arguments,
     is_view,
     shape_of,
     sliced_by,
@@ -192,7 +193,8 @@ class CacheFinder:
                 return read
         returned = self.outputs.union(self.windows)
         root, _ = view_chain(operand, returned)
-        if root.op != "placeholder" and root not in returned and root.target not in WRITE_OPS:
+        is_write = root.target in WRITE_OPS and not _joins_pairs(root)
+        if root.op != "placeholder" and root not in returned and not is_write:
             check_not_returned_whole(root, role, returned)
             raise no_cache(root, role, self.later_states)
         return trace_read(operand, returned, role)
@@ -469,6 +471,12 @@ def _holds_tokens(root: Node) -> bool:
         return root.op == "placeholder"
     first = first_state(root)
     return first.op == "placeholder" or _is_zeros(first)
+
+
+def _joins_pairs(root: Node) -> bool:
+    """Whether ``root`` stacks channels, as a rotary embedding of neighbouring channels does. It writes no tokens."""
+    rank = len(shape_of(root))
+    return root.target is aten.cat.default and rank > 4 and bool(arguments(root)[1] == rank - 1)
 
 
 def _repeats(state: Node) -> bool:

@@ -50,6 +50,13 @@ def rotate_neighbours(x: Tensor, pos: Tensor) -> Tensor:
     return x * cos + torch.stack([-odd, even], -1).flatten(-2) * sin
 
 
+def rotate_stacked(x: Tensor, pos: Tensor) -> Tensor:
+    """Attention reads the stack of the rotated channels: no sum follows it."""
+    cos, sin = (of(angles(pos, x.shape[-1])) for of in (torch.cos, torch.sin))
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+
+
 def rotate_last_channels(x: Tensor, pos: Tensor) -> Tensor:
     return torch.cat([x[..., :16], rotate_halves(x[..., 16:], pos)], -1)
 
@@ -70,6 +77,7 @@ COMPUTED = (
     rotate_halves,
     rotate_pairs,
     rotate_neighbours,
+    rotate_stacked,
     rotate_last_channels,
     normalise,
     normalise_and_rotate,
