@@ -30,6 +30,7 @@ from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.spec import new_tokens
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.refusal import Reason
 from kvcompile.policy.policy import Policy
 from kvcompile.report.data import outcome
 
@@ -118,8 +119,12 @@ class Outcome:
 
     @property
     def rewritten(self) -> bool:
-        """Whether every site was rewritten and every call ran on packed caches."""
-        return {*self.outcomes, *self.earlier} == {"rewritten"} and not self.plain_calls and self.packed_calls > 0
+        """Whether every site was rewritten and every call ran on packed caches.
+
+        A graph of an earlier program may have been refused because that program had exchanged its keys and values.
+        """
+        outcomes = {*self.outcomes, *(self.earlier.keys() - {Reason.packed_otherwise.name})}
+        return outcomes == {"rewritten"} and not self.plain_calls and self.packed_calls > 0
 
 
 class Difference(AssertionError):
