@@ -13,16 +13,18 @@ from aot_compilation import CPU, INT8, RESIDUAL, CompileOnly, stand_ins
 from packed_bytes import empty_packed
 
 from kvcompile.kernels import launch
-from kvcompile.kernels.attention import launch_prefill
+from kvcompile.kernels.attention import launch_prefill, new_tokens
 from kvcompile.kernels.gather import kernel as gather_kernel
 from kvcompile.kernels.lang.triton import INTERPRETED
 from kvcompile.kernels.latent import launch as launch_latent
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.key_factors import KeyFactors
+from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.store import launch as launch_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")]
 
-MODULES = (launch, launch_store, launch_prefill, launch_latent, gather_kernel)
+MODULES = (launch, launch_store, launch_prefill, launch_latent, gather_kernel, new_tokens)
 DECLARED = {
     name.removeprefix("launch_"): value.writes
     for module in MODULES
@@ -83,6 +85,20 @@ def attend(key: str, q_len: int, *, lse: torch.Tensor | None = None, head_dim: i
     launch.attention(query, *data, mask, None, 300, False, 0.1, 0.0, key, value, head_dim, out_lse=lse)
 
 
+def attend_with_factors() -> None:
+    data = [empty_packed(PackedLayout.parse(INT8, role, 64), 300, 1, 2, CPU) for role in ("key", "value")]
+    query = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
+    factors = KeyFactors(query.clone(), torch.zeros(2, 300, 64, dtype=torch.bfloat16))
+    launch.attention(query, *data, None, None, 300, False, 0.1, 0.0, INT8, INT8, 64, key_factors=factors)
+
+
+def attend_to_new_tokens() -> None:
+    data = [empty_packed(PackedLayout.parse(INT8, role, 64), 300, 1, 2, CPU) for role in ("key", "value")]
+    query = torch.zeros(1, 4, 130, 64, dtype=torch.bfloat16)
+    new = [NewTokens(torch.zeros(1, 2, 130, 64, dtype=torch.bfloat16), torch.arange(130)) for _ in data]
+    launch.attention(query, *data, None, None, 300, False, 0.1, 0.0, INT8, INT8, 64, new_keys=new[0], new_values=new[1])
+
+
 def attend_latents() -> None:
     data, query = empty_packed(LATENTS, 300, 1, 1, CPU), torch.zeros(1, 16, 1, 576, dtype=torch.float32)
     launch.attention(query, data, None, None, None, 300, False, 0.1, 0.0, LATENTS.spec, LATENTS.spec, 576)
@@ -119,6 +135,8 @@ def test_a_launcher_names_the_parameters_that_its_kernel_writes(monkeypatch) -> 
     attend(INT8, 1)
     attend(INT8, 130)
     attend(CHANNEL, 1, lse=torch.zeros(1, 4, 1, 2))
+    attend_with_factors()
+    attend_to_new_tokens()
     attend_latents()
     for key, num_tokens in ((INT8, 1), (CHANNEL, 1), (CHANNEL, 600)):
         store(key, num_tokens, pair=True)
@@ -129,7 +147,7 @@ def test_a_launcher_names_the_parameters_that_its_kernel_writes(monkeypatch) -> 
     written = {
         name: set().union(*(written_parameters(version.asm["ttir"]) for version in versions))
         for name, versions in kernels.items()
-        if name != "hopper_latent_attention"  # Gluon has no such text; its parameters are those of latent_attention
+        if name in DECLARED and name != "hopper_latent_attention"  # Gluon has no such text
     }
-    assert written == {name: set(DECLARED[name]) for name in written}
+    assert written == {name: set(names) for name, names in DECLARED.items() if name != "hopper_latent_attention"}
     assert DECLARED["hopper_latent_attention"] == DECLARED["latent_attention"]
