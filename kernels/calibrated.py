@@ -79,9 +79,12 @@ def attention(
         raise ValueError(f"kvcompile::attention: {key.description} and {value.description}: {reason}")
     num_kv_heads = k_data.shape[2]
     if key_factors is not None and not _multiplies_by_factors(query, k_data, v_data, key, value):
-        return _attend_dequantized(
-            query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, key, value, key_factors
-        )
+        k = dequantize(k_data, kv_len, query.dtype, key.spec, "key", key.head_dim)
+        v = k if v_data is None else dequantize(v_data, kv_len, query.dtype, value.spec, "value", value.head_dim)
+        return attend_to_vectors(
+            query, k, v, mask=mask, sinks=sinks, is_causal=is_causal, scale=scale, softcap=softcap,
+            key_factors=key_factors,
+        ).contiguous()  # fmt: skip
     k_plain, v_plain = _plain(key), _plain(value)
     if key.format.is_calibrated:
         query = _of_query_heads(key.format.query_in_plain(_of_kv_heads(query, num_kv_heads)), query)
@@ -97,34 +100,12 @@ def attention(
 def _multiplies_by_factors(
     query: Tensor, k_data: Tensor, v_data: Tensor | None, key: PackedLayout, value: PackedLayout
 ) -> bool:
-    """Whether a kernel multiplies keys in this layout by factors; no kernel does in another basis than their own."""
+    """Whether a kernel multiplies keys in this layout by factors; no kernel does so with calibrated keys."""
     if key.format.is_calibrated:
         return False
     plain = _plain(value)
     config = launch.config_of_factors(query, k_data, v_data, key.spec, plain.spec, plain.head_dim)
     return config is not None
-
-
-def _attend_dequantized(
-    query: Tensor,
-    k_data: Tensor,
-    v_data: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
-    softcap: float,
-    key: PackedLayout,
-    value: PackedLayout,
-    key_factors: KeyFactors,
-) -> Tensor:
-    """Attention on keys and values that were dequantized to the dtype of the query."""
-    k = dequantize(k_data, kv_len, query.dtype, key.spec, "key", key.head_dim)
-    v = k if v_data is None else dequantize(v_data, kv_len, query.dtype, value.spec, "value", value.head_dim)
-    return attend_to_vectors(
-        query, k, v, mask=mask, sinks=sinks, is_causal=is_causal, scale=scale, softcap=softcap, key_factors=key_factors
-    ).contiguous()
 
 
 def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec: str, role: str) -> None:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kvcompile.compat.versions import numbers
+
 try:
     import triton
     import triton.language as tl
@@ -30,7 +32,7 @@ gdc_launch_dependents = _found("language", "extra", "cuda", "gdc_launch_dependen
 
 # Since Triton 3.8 any product of four warps on Hopper is one of a warpgroup. Earlier releases multiplied halves with
 # ``input_precision="tf32x3"`` by the instructions of single warps. If this is wrong, decoding is slower.
-PREFERS_WARPGROUPS = tuple(map(int, getattr(triton, "__version__", "0.0").split(".")[:2])) >= (3, 8)
+PREFERS_WARPGROUPS = numbers(getattr(triton, "__version__", "")) >= (3, 8)
 
 
 def is_interpreted() -> bool:

@@ -180,11 +180,11 @@ class CacheRewriter:
                 self.new_tokens.get(read.root) if can_be_exact(read, call.query) else None
                 for read in (attention.key_read, attention.value_read)
             )
-            factors, rotation = None, attention.rotation
-            if rotation is not None:
+            rotated = None
+            if attention.rotation is not None:
                 new = (None, None)  # few queries read new tokens packed
-                factors = insert_factors(self.graph, rotation, num_tokens, call.query)
-            parts = [self._attend(shown, heads, data, (key, value), kv_len, new, rotation, factors) for heads in ranges]
+                rotated = attention.rotation, insert_factors(self.graph, attention.rotation, num_tokens, call.query)
+            parts = [self._attend(shown, heads, data, (key, value), kv_len, new, rotated) for heads in ranges]
             result = joined(self.graph, parts)
             channels = attention.value_read.num_channels
             if channels != value.head_dim:
@@ -206,10 +206,12 @@ class CacheRewriter:
         layouts: tuple[PackedLayout, PackedLayout],
         kv_len: Any,
         new: tuple[NewTokens | None, ...],
-        rotation: KeyRotation | None = None,
-        factors: Node | None = None,
+        rotated: tuple[KeyRotation, Node] | None,
     ) -> Node:
-        """Attention of a range of heads, inserted at the graph's insertion point."""
+        """Attention of a range of heads, inserted at the graph's insertion point.
+
+        ``rotated``: the rotation of the keys and the factors of all tokens; None if keys are attended to as cached.
+        """
         call = narrowed(self.graph, marker, heads)
         k_data = data_of_heads(self.graph, data[0], heads.key, heads.num_heads)
         v_data = k_data if data[1] is data[0] else data_of_heads(self.graph, data[1], heads.value, heads.num_heads)
@@ -222,8 +224,8 @@ class CacheRewriter:
                 for tokens, first in zip(new, (heads.key, heads.value), strict=True)
             )
             key_factors = None
-            if rotation is not None and factors is not None:
-                key_factors = insert_paired_query(self.graph, rotation, call.query), factors
+            if rotated is not None:
+                key_factors = insert_paired_query(self.graph, rotated[0], call.query), rotated[1]
             result = insert_attention(
                 self.graph, call, k_data, v_data, key, value, kv_len, new_keys, new_values, key_factors
             )

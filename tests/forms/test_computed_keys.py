@@ -122,6 +122,17 @@ def static_step(compute: Callable[[Tensor, Tensor], Tensor]) -> Step:
     return step
 
 
+def growing_step(compute: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    def step(q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None) -> Any:
+        keys, values = k * 2, v * 2
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+        pos = torch.arange(keys.shape[2] - q.shape[2], keys.shape[2])
+        return attend(compute(q, pos), compute(keys, torch.arange(keys.shape[2])), values, pos), (keys, values)
+
+    return step
+
+
 def in_another_order(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
     keys.index_copy_(1, pos, k.transpose(1, 2)), values.index_copy_(1, pos, v.transpose(1, 2))
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -183,14 +194,7 @@ def test_attention_on_keys_that_are_computed_from_their_cache_is_packed(step: St
 
 
 def test_growing_caches_of_such_keys_are_packed_from_the_first_call_on() -> None:
-    def step(q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None) -> Any:
-        keys, values = k * 2, v * 2
-        if past is not None:
-            keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
-        pos = torch.arange(keys.shape[2] - q.shape[2], keys.shape[2])
-        rotated = rotate_halves(keys, torch.arange(keys.shape[2]))
-        return attend(rotate_halves(q, pos), rotated, values, pos), (keys, values)
-
+    step = growing_step(rotate_halves)
     run = compiled(step, LOSSLESS)
     past = expected = None
     for n in (66, 1, 2):

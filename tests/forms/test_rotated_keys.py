@@ -21,12 +21,12 @@ from test_computed_keys import (
     attend,
     caches,
     compiled,
+    growing_step,
     packed,
     rotate_halves,
     rotate_neighbours,
     rows,
     static_step,
-    visible,
 )
 from torch import Tensor
 
@@ -162,17 +162,7 @@ def test_tokens_that_are_kept_exact_are_rotated_too() -> None:
 
 
 def test_generated_code_of_growing_caches_rotates_packed_keys(fresh_compiler: None) -> None:
-    def step(q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None) -> Any:
-        keys, values = k * 2, v * 2
-        if past is not None:
-            keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
-        pos = torch.arange(keys.shape[2] - q.shape[2], keys.shape[2])
-        rotated = rotate_halves(keys, torch.arange(keys.shape[2]))
-        out = F.scaled_dot_product_attention(
-            rotate_halves(q, pos), rotated, values, attn_mask=visible(pos, keys.shape[2]), enable_gqa=True
-        )
-        return out, (keys, values)
-
+    step = growing_step(rotate_halves)
     run = compiled(step, LOSSLESS)
     past = expected = None
     with kvcompile.collect_reports() as report:
