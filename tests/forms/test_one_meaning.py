@@ -165,7 +165,7 @@ def test_prefill_and_64_decode_steps_compile_at_most_three_times_and_a_second_ca
 def test_generated_code_of_a_growing_cache_serves_all_lengths_and_a_second_cache(begin: int, counts: list[int]) -> None:
     """The lengths of growing caches are symbols, on which Inductor puts guards. A prompt takes a separate graph."""
     layouts = [PackedLayout("int8_per_token_head", role, 32) for role in ("key", "value")]
-    compiled = torch.compile(growing_step, backend="kvquant", options={"policy": "int8_per_token_head"})
+    compiled = torch.compile(growing_step, backend="kvquant", options={"policy": reading_packed("int8_per_token_head")})
     num_graphs = []
     for _ in range(2):
         past = torch.randn(2, 1, 2, begin, 32).unbind()

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from decode_steps import growing_step
 from hand_written_decoder import HEAD_DIM, WRITES, Decoder, Write, index_copy, positions
 
+from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
 
 COARSE = "turboquant_2bit"
@@ -144,6 +146,22 @@ def test_a_cache_that_begins_with_given_rows_does_not_change_with_them() -> None
     k.zero_()
     assert isinstance(past[0], PackedTensor)
     assert torch.equal(past[0].dequantize(), rows)
+
+
+@pytest.mark.parametrize(("q_len", "exact"), [(16, False), (17, True), (65, True)])
+@torch.no_grad()
+def test_a_prompt_into_an_empty_growing_cache_is_a_prompt(q_len: int, exact: bool) -> None:
+    """Inductor turns the concatenation with no tokens into a copy of the new tokens."""
+    empty = [
+        PackedTensor.zeros((1, 2, 0, 32), torch.float32, PackedLayout(COARSE, role, 32), growing=True)
+        for role in ("key", "value")
+    ]
+    q, k, v = torch.randn(3, 1, 2, q_len, 32).unbind()
+    out, *caches = compiled(growing_step)(q, k, v, *empty)
+    keys, values = (cache.dequantize() for cache in caches)
+    read = (k, v) if exact else (keys, values)
+    assert [type(cache) for cache in caches] == [PackedTensor, PackedTensor]
+    assert difference(out, F.scaled_dot_product_attention(q, *read)) < 1e-5
 
 
 @torch.no_grad()
