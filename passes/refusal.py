@@ -48,7 +48,7 @@ class Reason(enum.Enum):
     computed_from_cache = (
         "its {role} is computed from a cache and is not a view of it",
         "return the cache or write it back, and cache one of these: keys and values as attention reads them; keys "
-        "that are read after a rotation or a scale of each vector; or latents of one head, from which a projection "
+        "that are read after RoPE or a scale of each vector; or latents of one head, from which a projection "
         "computes keys and values",
     )
     joined = (

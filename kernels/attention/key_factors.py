@@ -9,7 +9,7 @@ channels here, unless there is one scale per token and no zero point. They are a
 Levels of a rotated format are first multiplied by the rotation matrix, by another tensor core product. The norms and
 signs of the rotation are applied to both queries.
 
-Products are computed in the dtype of the query, which is the dtype in which the model would multiply rotated keys: a
+Products are computed in the dtype of the query, which is the dtype in which the model would apply RoPE to keys: a
 factor may be as large, or as small, as that dtype allows. (Triton's interpreter multiplies in float32 for bfloat16.)
 """
 

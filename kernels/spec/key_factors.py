@@ -1,15 +1,16 @@
-"""Keys that are multiplied by factors of their token before attention, such as keys cached before their RoPE.
+"""Key factors: attention on pre-RoPE keys multiplies them by factors of their token, and applies RoPE in this way.
 
-A rotary embedding turns pairs of channels by an angle of the token. With the partner ``p(i)`` of channel ``i``,
+RoPE (a rotary position embedding, RoFormer, arXiv:2104.09864) rotates pairs of channels by an angle of the token. With
+the partner ``p(i)`` of channel ``i``,
 
-    rotated[t, i] = a[t, i] * k[t, i] + b[t, i] * k[t, p(i)]
+    rope(k)[t, i] = a[t, i] * k[t, i] + b[t, i] * k[t, p(i)]
 
-and ``p(p(i)) = i``. The score of a rotated key is therefore a sum over the channels of the key itself:
+and ``p(p(i)) = i``. The score of a key after RoPE is therefore a sum over the channels of the pre-RoPE key:
 
-    q . rotated[t] = sum_j k[t, j] * (a[t, j] * q[j] + b[t, p(j)] * q[p(j)])
+    q . rope(k)[t] = sum_j k[t, j] * (a[t, j] * q[j] + b[t, p(j)] * q[p(j)])
 
-Attention needs no rotated keys: it takes the query, the query with its channels in the order ``p``, and two factors for
-each token and channel. Scales and zero points of any format are applied first, so that this holds for every format.
+Attention needs no keys after RoPE: it takes the query, the query with its channels in the order ``p``, and two factors
+for each token and channel. Scales and zero points of a format are applied first, so that this holds for every format.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 
 class KeyFactors(NamedTuple):
-    """What attention multiplies keys by: scores are ``sum_j k[t, j] * (f[0, t, j] * q[j] + f[1, t, j] * paired[j])``.
+    """The factors of keys in attention: scores are ``sum_j k[t, j] * (f[0, t, j] * q[j] + f[1, t, j] * paired[j])``.
 
     Attributes:
         paired: [batch, num_heads, q_len, head_dim], the query with its channels in the order of their partners.
@@ -33,9 +34,9 @@ class KeyFactors(NamedTuple):
 
 
 def paired_query(query: Tensor, partners: tuple[int, ...]) -> Tensor:
-    """The query whose channel ``j`` is channel ``partners[j]`` of ``query``: [..., len(partners)].
+    """The query whose channel ``j`` is channel ``partners[j]`` of ``query``, [..., len(partners)], in its dtype.
 
-    It is made of slices and needs no tensor of indices, so that it can be traced into a graph.
+    It is joined from slices and needs no tensor of indices, so that it can be traced into a graph.
     """
     parts: list[Tensor] = []
     begin = 0

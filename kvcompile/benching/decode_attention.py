@@ -202,7 +202,7 @@ def _on_cpu(shape: Shape, formats: Sequence[tuple[str, FormatPair]], on_step: On
 
 
 def _in_turns(turns: Sequence[tuple[Callable[..., object], Inputs]]) -> list[Timing]:
-    """The time of one call of each attention; the inputs rotate from round to round."""
+    """The time of one call of each attention; the inputs take turns from round to round."""
     rounds = 0
 
     def next_round(index: int) -> None:

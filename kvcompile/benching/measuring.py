@@ -1,8 +1,8 @@
 """Times of calls, and the memory bandwidths that serve as their ceilings.
 
 On a CUDA device a call is timed as a node of a CUDA graph, so its launch costs as much as in a compiled decode step.
-Its inputs rotate, so it reads memory and not the L2 cache. The ceilings are measured in the same way in the same run.
-On a CPU a call is timed by wall clock.
+Its inputs take turns, so it reads memory and not the L2 cache. The ceilings are measured in the same way in the same
+run. On a CPU a call is timed by wall clock.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from kvcompile.benching.errors import NoCudaError
 from kvcompile.kernels.lang.triton import jit, tl
 
-ROTATED_L2_CACHES = 16
-"""Total size of the rotated inputs of a timed call, as a multiple of the L2 cache, so that few reads hit the cache."""
+INPUT_L2_CACHES = 16
+"""Total size of the inputs that take turns, as a multiple of the L2 cache, so that few reads hit the cache."""
 
-ROTATED_ON_CPU = 1 << 28
-"""Total bytes of the rotated inputs on a CPU."""
+INPUT_BYTES_ON_CPU = 1 << 28
+"""Total bytes of the inputs that take turns on a CPU."""
 
 MAX_SETS = 512
 MAX_CALLS = 4096
@@ -71,8 +71,8 @@ def require_cuda(what: str) -> None:
 def num_sets(bytes_per_call: float) -> int:
     """The number of input sets for a call that touches ``bytes_per_call``: 2 to MAX_SETS, or 2 to 8 on a CPU."""
     if not torch.cuda.is_available():
-        return min(8, max(2, math.ceil(ROTATED_ON_CPU / bytes_per_call)))
-    wanted = ROTATED_L2_CACHES * torch.cuda.get_device_properties().L2_cache_size
+        return min(8, max(2, math.ceil(INPUT_BYTES_ON_CPU / bytes_per_call)))
+    wanted = INPUT_L2_CACHES * torch.cuda.get_device_properties().L2_cache_size
     return min(MAX_SETS, max(2, math.ceil(wanted / bytes_per_call)))
 
 
@@ -216,9 +216,9 @@ def read_kernel(source_ptr, out_ptr, impossible, LOADS: tl.constexpr, WIDTH: tl.
 
 
 def _large_buffer() -> torch.Tensor:
-    """Random non-negative int32: ROTATED_L2_CACHES times the L2 cache, at least 1 GiB, and a multiple of 1 MiB."""
+    """Random non-negative int32: INPUT_L2_CACHES times the L2 cache, at least 1 GiB, and a multiple of 1 MiB."""
     l2_bytes = torch.cuda.get_device_properties().L2_cache_size
-    mebibytes = max(1024, math.ceil(ROTATED_L2_CACHES * l2_bytes / 2**20))
+    mebibytes = max(1024, math.ceil(INPUT_L2_CACHES * l2_bytes / 2**20))
     return torch.randint(0, 2**31 - 1, (mebibytes * 2**18,), dtype=torch.int32, device="cuda")
 
 

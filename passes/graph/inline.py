@@ -18,7 +18,7 @@ from kvcompile.compat.inductor import select_decomp_table
 from kvcompile.compat.pytree import tree_map_only
 from kvcompile.compat.symbols import PythonReferenceAnalysis, expression_of, sympy_interp
 from kvcompile.compat.tracing import FakeTensor, FakeTensorMode
-from kvcompile.passes.graph.constant_factors import constant_factors, formula_of, needed_only_for, steps_to
+from kvcompile.passes.graph.constant_matrices import constant_matrices, formula_of, needed_only_for, steps_to
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode:
@@ -73,32 +73,32 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     symbols = symbol_nodes(graph).values()
     nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbols]
     traced, is_copy = (_traced(graph, fn, args, nodes), False) if symbols else traced_once(graph, fn, args)
-    return insert_operations(graph, traced, nodes, new_values=is_copy, known=shared_factors(graph, traced))
+    return insert_operations(graph, traced, nodes, new_values=is_copy, known=shared_matrices(graph, traced))
 
 
 _SHARED: WeakKeyDictionary[Graph, dict[str, Node]] = WeakKeyDictionary()
-"""The constant factors that each graph computes, by their formula."""
+"""The constant matrices that each graph computes, by their formula."""
 
 
-def shared_factors(graph: Graph, traced: Graph) -> dict[Node, Node]:
-    """The nodes of ``graph`` that compute the constant factors of ``traced``, by their nodes in ``traced``.
+def shared_matrices(graph: Graph, traced: Graph) -> dict[Node, Node]:
+    """The nodes of ``graph`` that compute the constant matrices of ``traced``, by their nodes in ``traced``.
 
-    Each factor is in the graph once, before all other operations.
+    Each matrix is in the graph once, before all other operations.
     """
-    factors = {}
+    matrices = {}
     known = _SHARED.setdefault(graph, {})
-    for factor in constant_factors(traced):
-        formula = formula_of(factor)
+    for matrix in constant_matrices(traced):
+        formula = formula_of(matrix)
         node = known.get(formula)
         if node is None or node not in graph.find_nodes(op="call_function", target=node.target):
             env: dict[Node, Node] = {}
             with graph.inserting_before(behind_placeholders(graph.find_nodes(op="placeholder")[0])):
-                for step in steps_to(factor):
+                for step in steps_to(matrix):
                     env[step] = graph.node_copy(step, env.__getitem__)
                     _compute_value(env[step])
-            node = known[formula] = env[factor]
-        factors[factor] = node
-    return factors
+            node = known[formula] = env[matrix]
+        matrices[matrix] = node
+    return matrices
 
 
 def insert_operations(

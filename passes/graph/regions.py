@@ -26,7 +26,7 @@ from kvcompile.passes.graph.inline import (
     fake_mode_of,
     inline,
     insert_operations,
-    shared_factors,
+    shared_matrices,
     symbol_nodes,
     traced_once,
 )
@@ -56,11 +56,11 @@ def insert_region(graph: Graph, name: str, fn: Callable[..., Any], *args: Any) -
     traced, _ = traced_once(graph, fn, args)
     result = traced.output_node().args[0]
     outputs = result if isinstance(result, (tuple, list)) else (result,)
-    factors = shared_factors(graph, traced)
+    matrices = shared_matrices(graph, traced)
     if traced not in _NAMES:
-        _NAMES[traced] = _add_region(owner, name, traced, factors)
+        _NAMES[traced] = _add_region(owner, name, traced, matrices)
     region = _NAMES[traced]
-    operands = [*(arg for arg in args if isinstance(arg, Node)), *dict.fromkeys(factors.values())]
+    operands = [*(arg for arg in args if isinstance(arg, Node)), *dict.fromkeys(matrices.values())]
     call = graph.create_node(
         "call_function", invoke_subgraph, (graph.get_attr(region), region, *operands), name=_PREFIX + name
     )
@@ -72,19 +72,19 @@ def insert_region(graph: Graph, name: str, fn: Callable[..., Any], *args: Any) -
     return nodes if isinstance(result, (tuple, list)) else nodes[0]
 
 
-def _add_region(owner: GraphModule, name: str, traced: Graph, factors: dict[Node, Node]) -> str:
+def _add_region(owner: GraphModule, name: str, traced: Graph, matrices: dict[Node, Node]) -> str:
     """Add ``traced`` to ``owner`` as a submodule that returns a tuple; returns the name of the submodule.
 
-    Nodes of the caller that compute ``factors`` of ``traced`` are further inputs of the submodule, each once.
+    Nodes of the caller that compute ``matrices`` of ``traced`` are further inputs of the submodule, each once.
     """
     copied = Graph()
     placeholders = [copied.node_copy(node) for node in traced.find_nodes(op="placeholder")]
     inputs = {}
-    for factor, node in factors.items():
+    for matrix, node in matrices.items():
         if node not in inputs:
-            inputs[node] = copied.placeholder(f"{factor.name}_factor")
-            inputs[node].meta["val"] = factor.meta["val"]
-    known = {factor: inputs[node] for factor, node in factors.items()}
+            inputs[node] = copied.placeholder(f"{matrix.name}_matrix")
+            inputs[node].meta["val"] = matrix.meta["val"]
+    known = {matrix: inputs[node] for matrix, node in matrices.items()}
     result = insert_operations(copied, traced, placeholders, new_values=False, known=known)
     copied.output(tuple(result) if isinstance(result, (tuple, list)) else (result,))
     number = 0

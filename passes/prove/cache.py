@@ -12,7 +12,7 @@ from kvcompile.kernels.layout.axes import size_along
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.prove.cache_write import CacheWrite
-from kvcompile.passes.prove.key_factors import KeyRotation
+from kvcompile.passes.prove.key_factors import KeyRope
 from kvcompile.passes.prove.reads import Read
 
 Kind = Literal["static", "functional", "allocated", "growing", "fresh", "read-only"]
@@ -145,7 +145,7 @@ class Attention:
         marker: the marker.
         key, value: the caches.
         key_read, value_read: how attention reads them.
-        rotation: what is applied to the cached keys before attention; None for keys that are attended to as cached.
+        rope: the RoPE that attention applies to pre-RoPE keys; None if attention reads keys as cached.
     """
 
     marker: Node
@@ -153,7 +153,7 @@ class Attention:
     value: Cache
     key_read: Read
     value_read: Read
-    rotation: KeyRotation | None = None
+    rope: KeyRope | None = None
 
     @property
     def caches(self) -> tuple[Cache, ...]:
@@ -186,8 +186,8 @@ class ComputedAttention:
         marker: the marker.
         caches: the caches, which are dequantized for the computation.
         note: what is computed, for the report.
-        fused: the same attention, whose keys are a proven rotation of cached keys; None if it is not proven. It takes
-            the place of this one if its formats allow it.
+        fused: the same attention with a proven RoPE of its cached keys; None if RoPE is not proven. It takes the place
+            of this one if its formats allow it.
     """
 
     marker: Node

@@ -1,8 +1,8 @@
-"""Find the caches of attention whose keys are computed from a cache, element-wise or by a rotation, in every step.
+"""Find the caches of attention whose keys are computed from a cache in every step, element-wise or by RoPE.
 
-Some models cache keys before their rotary embedding, and rotate all of them in every step (OLMo, x-transformers). The
-caches of such an attention are packed. Attention applies a proven rotation to the packed keys
-(:mod:`kvcompile.passes.prove.key_factors`); otherwise the caches are dequantized where the model reads them.
+Some models cache pre-RoPE keys, and apply RoPE to all of them in every step (OLMo, x-transformers). The caches of such
+an attention are packed. Attention applies a proven RoPE to the packed keys
+(:mod:`kvcompile.passes.prove.key_factors`); otherwise the graph dequantizes the caches where the model reads them.
 """
 
 from __future__ import annotations

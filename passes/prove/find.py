@@ -54,7 +54,7 @@ from kvcompile.passes.prove.changes import (
 )
 from kvcompile.passes.prove.computed_keys import read_computed_keys, read_like
 from kvcompile.passes.prove.head_ranges import head_ranges
-from kvcompile.passes.prove.key_factors import read_rotation
+from kvcompile.passes.prove.key_factors import read_rope
 from kvcompile.passes.prove.latents import has_one_head, is_written, later_states, read_latents, read_whole, views_of
 from kvcompile.passes.prove.reads import Read, channels_not_last, trace_read
 from kvcompile.passes.prove.reorders import match_reorder
@@ -125,10 +125,10 @@ class CacheFinder:
             return None
         caches = [self._cache(key, "key"), self._cache(value, "value")]
         computed = self._computed(marker, read, caches, "keys computed from their cache")
-        rotation = read_rotation(keys, key.axes, Marker.of(marker).key, read.between)
-        if rotation is None:
+        rope = read_rope(keys, key.axes, Marker.of(marker).key, read.between)
+        if rope is None:
             return computed
-        fused = Attention(marker, caches[0], caches[1], key, value, rotation)
+        fused = Attention(marker, caches[0], caches[1], key, value, rope)
         with contextlib.suppress(Refusal):
             _check_heads(marker, fused)
             return replace(computed, fused=fused)

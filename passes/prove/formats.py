@@ -22,8 +22,8 @@ ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
 """(module, layer, number of layers) -> formats, or None to leave the layer unchanged."""
 
 
-ROTATED_NOTE = "keys rotated after their cache"
-"""What the report says about attention that applies a rotation to packed keys."""
+ROPE_NOTE = "pre-RoPE keys"
+"""The words of the report for attention that applies RoPE to packed keys."""
 
 
 def choose_formats(
@@ -51,7 +51,7 @@ def choose_formats(
                 _check_basis(cache, candidate.layouts[cache.role])
                 _check_shared(cache, candidate.layouts[cache.role])
                 _check_moves(cache, candidate.layouts[cache.role])
-            _fuse_rotation(candidate)
+            _fuse_rope(candidate)
             _check_kernels(candidate)
         except Refusal as refusal:
             candidate.site.refuse(refusal)
@@ -110,14 +110,14 @@ def _check_basis(cache: Cache, layout: PackedLayout) -> None:
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
 
 
-def _fuse_rotation(candidate: Candidate) -> None:
-    """Let attention apply a rotation to packed keys, if the rotation is proven and the formats allow it."""
+def _fuse_rope(candidate: Candidate) -> None:
+    """Let attention apply RoPE to packed keys, if RoPE is proven and the formats allow it."""
     computed = candidate.attention
     if isinstance(computed, ComputedAttention) and computed.fused is not None:
         query, key = Marker.of(computed.marker).query, computed.fused.key
         if can_fuse(query, key.num_kv_heads, candidate.layouts["key"]):
             candidate.attention = computed.fused
-            candidate.site.attention = candidate.site.attention.replace(computed.note, ROTATED_NOTE)
+            candidate.site.attention = candidate.site.attention.replace(computed.note, ROPE_NOTE)
 
 
 def _check_kernels(candidate: Candidate) -> None:

@@ -1,4 +1,4 @@
-"""Prove that keys are a rotation of channel pairs of cached keys, by an angle of the token: RoPE after the cache.
+"""Prove that attention applies RoPE to cached keys: each channel is a sum of two cached channels, by token.
 
 :mod:`kvcompile.passes.prove.computed_keys` has proven that each key is computed from the cached key of its token and
 head. This module proves more about the same nodes:
@@ -30,12 +30,12 @@ from kvcompile.kernels.spec.key_factors import paired_query
 from kvcompile.passes.prove.linear_keys import LinearKeys, follow_linear_keys
 
 ROTATED_CHANNELS = 128
-"""The most channels of a rotated format that a kernel turns back: its rotation matrix must fit into shared memory."""
+"""The largest ``head_dim`` of a rotated format with pre-RoPE keys: a kernel holds its rotation in shared memory."""
 
 
 @dataclass(frozen=True)
-class KeyRotation:
-    """Keys that are channel pairs of cached keys, turned by token.
+class KeyRope:
+    """A rotary position embedding (RoPE) that a model applies to cached keys, proven on its nodes.
 
     Attributes:
         partners: for each channel, the other channel of its pair, or the channel itself.
@@ -66,8 +66,8 @@ class KeyRotation:
         return torch.stack([of_own, paired_query(of_partner, self.partners)])
 
 
-def read_rotation(root: Node, axes: str, key: Node, between: Sequence[Node]) -> KeyRotation | None:
-    """The rotation by which the keys of an attention are computed from its cache; None if it is not proven.
+def read_rope(root: Node, axes: str, key: Node, between: Sequence[Node]) -> KeyRope | None:
+    """The RoPE by which the keys of an attention are computed from its cache; None if it is not proven.
 
     Args:
         root: the cached keys.
@@ -80,7 +80,7 @@ def read_rotation(root: Node, axes: str, key: Node, between: Sequence[Node]) -> 
         return None
     with without_modes():  # on real numbers, although the graph holds fake tensors
         partners = partners_of(keys.dependence())
-    return None if partners is None else KeyRotation(partners, keys)
+    return None if partners is None else KeyRope(partners, keys)
 
 
 def partners_of(depends: Tensor) -> tuple[int, ...] | None:
@@ -100,11 +100,16 @@ def partners_of(depends: Tensor) -> tuple[int, ...] | None:
 
 
 def can_fuse(query: Node, num_kv_heads: int, layout: PackedLayout) -> bool:
-    """Whether attention applies a rotation to keys in ``layout``; otherwise it reads dequantized and rotated keys.
+    """Whether attention applies RoPE to packed keys in ``layout``; otherwise the graph applies it to dequantized keys.
 
-    Keys of a rotated format have to be turned back first, which kernels on a GPU do on tensor cores, for up to
-    ROTATED_CHANNELS channels. No kernel turns calibrated keys back. For many queries, dequantizing all keys once costs
-    less than multiplying them in every tile of queries.
+    A kernel has to undo the rotation of a rotated format first. Kernels on a GPU do so on tensor cores, for up to
+    ROTATED_CHANNELS channels. No kernel undoes the basis of a calibrated format. For many queries, dequantizing all
+    keys once costs less than multiplying them in every tile of queries.
+
+    Args:
+        query: the query of attention, [batch, num_heads, q_len, head_dim].
+        num_kv_heads: the number of heads of the cache.
+        layout: of the keys.
     """
     value = query.meta["val"]
     _, num_heads, q_len, head_dim = value.shape

@@ -28,7 +28,7 @@ from kvcompile.passes.prove.cache import Attention, Cache
 from kvcompile.passes.prove.cache_write import CacheWrite
 from kvcompile.passes.prove.first_position import first_position
 from kvcompile.passes.prove.head_ranges import HeadRange, head_ranges
-from kvcompile.passes.prove.key_factors import KeyRotation
+from kvcompile.passes.prove.key_factors import KeyRope
 from kvcompile.passes.prove.reads import Read
 from kvcompile.passes.rewrite.context_shards import insert_owned, insert_sharded_attention
 from kvcompile.passes.rewrite.heads import data_of_heads, group_heads, joined, narrowed, tile_heads
@@ -180,11 +180,11 @@ class CacheRewriter:
                 self.new_tokens.get(read.root) if can_be_exact(read, call.query) else None
                 for read in (attention.key_read, attention.value_read)
             )
-            rotated = None
-            if attention.rotation is not None:
+            rope = None
+            if attention.rope is not None:
                 new = (None, None)  # few queries read new tokens packed
-                rotated = attention.rotation, insert_factors(self.graph, attention.rotation, num_tokens, call.query)
-            parts = [self._attend(shown, heads, data, (key, value), kv_len, new, rotated) for heads in ranges]
+                rope = attention.rope, insert_factors(self.graph, attention.rope, num_tokens, call.query)
+            parts = [self._attend(shown, heads, data, (key, value), kv_len, new, rope) for heads in ranges]
             result = joined(self.graph, parts)
             channels = attention.value_read.num_channels
             if channels != value.head_dim:
@@ -195,8 +195,8 @@ class CacheRewriter:
             if result.meta["val"].dtype != dtype:
                 result = inline(self.graph, lambda out: out.to(dtype), result)
         replace_marker(self.graph, marker, result)
-        if attention.rotation is not None:
-            erase_unused(self.graph, set(attention.rotation.keys.computes))
+        if attention.rope is not None:
+            erase_unused(self.graph, set(attention.rope.keys.computes))
 
     def _attend(
         self,
@@ -206,11 +206,11 @@ class CacheRewriter:
         layouts: tuple[PackedLayout, PackedLayout],
         kv_len: Any,
         new: tuple[NewTokens | None, ...],
-        rotated: tuple[KeyRotation, Node] | None,
+        rope: tuple[KeyRope, Node] | None,
     ) -> Node:
         """Attention of a range of heads, inserted at the graph's insertion point.
 
-        ``rotated``: the rotation of the keys and the factors of all tokens; None if keys are attended to as cached.
+        ``rope``: the RoPE of the keys and the factors of all tokens; None if attention reads keys as cached.
         """
         call = narrowed(self.graph, marker, heads)
         k_data = data_of_heads(self.graph, data[0], heads.key, heads.num_heads)
@@ -224,8 +224,8 @@ class CacheRewriter:
                 for tokens, first in zip(new, (heads.key, heads.value), strict=True)
             )
             key_factors = None
-            if rotated is not None:
-                key_factors = insert_paired_query(self.graph, rotated[0], call.query), rotated[1]
+            if rope is not None:
+                key_factors = insert_paired_query(self.graph, rope[0], call.query), rope[1]
             result = insert_attention(
                 self.graph, call, k_data, v_data, key, value, kv_len, new_keys, new_values, key_factors
             )

@@ -1,6 +1,6 @@
-"""Keys that are computed from a cache in every step, for example by a rotary embedding after the cache.
+"""Keys that are computed from a cache in every step, for example by RoPE after the cache.
 
-The caches are packed. Attention applies a proven rotation to packed keys; other keys are computed from caches that are
+The caches are packed. Attention applies a proven RoPE to packed keys; other keys are computed from caches that are
 dequantized where the model reads them. Compiled steps equal plain code in a lossless format, and eager code on packed
 caches in a lossy one. Graphs run node by node.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 import kvcompile
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.prove.formats import ROTATED_NOTE
+from kvcompile.passes.prove.formats import ROPE_NOTE
 
 BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN = 2, 4, 2, 32, 70
 LOSSLESS, LOSSY = {"default": {"dtype": "float32"}}, "int8_per_token_head"
@@ -51,7 +51,7 @@ def rotate_neighbours(x: Tensor, pos: Tensor) -> Tensor:
 
 
 def rotate_stacked(x: Tensor, pos: Tensor) -> Tensor:
-    """Attention reads the stack of the rotated channels: no sum follows it."""
+    """Attention reads the stack of the channels after RoPE: no sum follows it."""
     cos, sin = (of(angles(pos, x.shape[-1])) for of in (torch.cos, torch.sin))
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
@@ -189,7 +189,7 @@ def test_attention_on_keys_that_are_computed_from_their_cache_is_packed(step: St
         other = other.dequantize() if isinstance(other, PackedTensor) else other
         assert torch.equal(cache.dequantize(), other)
     (site,) = report.sites
-    assert site.attention.endswith("keys computed from their cache" if step in UNPROVEN else ROTATED_NOTE)
+    assert site.attention.endswith("keys computed from their cache" if step in UNPROVEN else ROPE_NOTE)
     assert [cache.role for cache in site.caches] == ["key", "value"]
 
 

@@ -110,7 +110,7 @@ def tinygrad(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Ten
 
 
 def mistral(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
-    """A rotating buffer, written by an index that is repeated for all heads and channels."""
+    """A ring buffer, written by an index that is repeated for all heads and channels."""
     positions = torch.arange(start, start + q.shape[1])
     slots = (positions % MAX_LEN)[None, :, None, None].repeat(BATCH, 1, NUM_KV_HEADS, HEAD_DIM)
     caches["keys"].scatter_(1, slots, k)

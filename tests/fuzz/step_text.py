@@ -38,7 +38,7 @@ VALUES = {
     "plain": "{x}",
     "projected": "{x} * 2.0 + 0.5",
     "strided": "{x}.transpose(1, 2).contiguous().transpose(1, 2)",
-    "rotated": "torch.cat([-{x}[..., {half}:], {x}[..., :{half}]], -1)",
+    "exchanged halves": "torch.cat([-{x}[..., {half}:], {x}[..., :{half}]], -1)",
     "one_head": "{x}[:, :1].expand(-1, {x}.shape[1], -1, -1)",
     "wide": "{x}.double()",
 }

@@ -51,7 +51,7 @@ _HALVES = (
 
 
 def _rope(angles: str = "", before: str = "", rotate: str = _HALVES, after: str = "") -> Twist:
-    """Keys that are rotated after their cache; lines change the angles, or come before or after the rotation."""
+    """Pre-RoPE keys; lines change the angles, or come before or after RoPE."""
     return Twist(read="\n".join(filter(None, [before, _ANGLES + angles, rotate, after])))
 
 
@@ -66,8 +66,10 @@ TWISTS = {
     ),
     "returned": Twist(after="extra{number} = {K}", returns=True),
     "written_twice": Twist(written="{K}.index_copy_({t}, pos, {x} * 3.0)", is_safe=True),
-    "keys_rotated": Twist(read="keys = keys * 0.5 + torch.cat([-keys[..., {half}:], keys[..., :{half}]], -1)"),
-    # Rotations by token, and what looks like them.
+    "keys_with_exchanged_halves": Twist(
+        read="keys = keys * 0.5 + torch.cat([-keys[..., {half}:], keys[..., :{half}]], -1)"
+    ),
+    # RoPE after the cache, and computations that look like it.
     "rope_of_halves": _rope(),
     "rope_of_neighbours": _rope(
         rotate="even, odd = keys.unflatten(-1, (-1, 2)).unbind(-1)\n"

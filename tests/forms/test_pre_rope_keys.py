@@ -1,4 +1,4 @@
-"""RoPE after the cache: attention rotates packed keys where it reads them, and no key exists in the cache's dtype.
+"""Pre-RoPE keys: attention applies RoPE to packed keys where it reads them, and no key exists in the cache's dtype.
 
 Graphs run node by node, unless generated code is the point.
 """
@@ -32,7 +32,7 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.prove.formats import ROTATED_NOTE
+from kvcompile.passes.prove.formats import ROPE_NOTE
 
 Step = Callable[..., Any]
 
@@ -43,7 +43,7 @@ without_code = pytest.mark.usefixtures("fresh_compiler", "without_code_generatio
 
 
 def note_of(step: Step, policy: Any, *arguments: Any) -> tuple[Any, str]:
-    """The result of a compiled step, and what the report says about its keys."""
+    """The result of a compiled step, and the words of the report about its keys."""
     with kvcompile.collect_reports() as report:
         found = compiled(step, policy)(*arguments)
     (site,) = report.sites
@@ -63,7 +63,7 @@ def pos_of_last(n: int = 1) -> Tensor:
 
 def test_no_node_of_the_graph_holds_the_keys(fresh_compiler: None, rewritten_graphs: list[torch.fx.Graph]) -> None:
     _, note = note_of(static_step(rotate_halves), LOSSY, *rows(1), *caches(), pos_of_last())
-    assert note == ROTATED_NOTE
+    assert note == ROPE_NOTE
     assert plain_caches_in(rewritten_graphs[-1]) == []
 
 
@@ -77,7 +77,7 @@ def test_layers_share_their_factors(fresh_compiler: None, rewritten_graphs: list
 
     with kvcompile.collect_reports() as report:
         compiled(step, LOSSY)(*rows(1), *caches(), *caches(), pos_of_last())
-    assert [site.attention.split(", ")[-1] for site in report.sites] == [ROTATED_NOTE] * 2
+    assert [site.attention.split(", ")[-1] for site in report.sites] == [ROPE_NOTE] * 2
     calls = rewritten_graphs[-1].find_nodes(op="call_function", target=torch.ops.kvcompile.attention.default)
     assert len(calls) == 2
     assert calls[0].args[-1] is calls[1].args[-1]
@@ -117,7 +117,7 @@ def test_tables_may_be_buffers_that_positions_index() -> None:
     step, given = static_step(compute), caches()
     expected, arguments, pos = packed(given), rows(2), pos_of_last(2)
     found, note = note_of(step, LOSSY, *arguments, *given, pos)
-    assert note == ROTATED_NOTE
+    assert note == ROPE_NOTE
     torch.testing.assert_close(found, step(*arguments, *expected, pos), rtol=1e-5, atol=1e-5)
 
 
@@ -132,12 +132,12 @@ def test_a_bfloat16_model_gets_at_least_its_own_precision() -> None:
     expected = step(*(x.float() for x in arguments), *exact, pos)
     plain = step(*arguments, *(x.clone() for x in given), pos)
     found, note = note_of(step, {"default": {"dtype": "bfloat16"}}, *arguments, *given, pos)
-    assert note == ROTATED_NOTE
+    assert note == ROPE_NOTE
     assert (found - expected).norm() <= 1.2 * (plain - expected).norm()
 
 
 @without_code
-def test_one_site_may_rotate_the_keys_that_another_site_computes_otherwise() -> None:
+def test_one_site_may_apply_rope_to_keys_that_another_site_computes_otherwise() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
         keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
         return attend(q, rotate_halves(keys, TOKENS), values, pos) + attend(q, keys.tanh(), values, pos)
@@ -146,22 +146,22 @@ def test_one_site_may_rotate_the_keys_that_another_site_computes_otherwise() -> 
     expected, arguments, pos = packed(given), rows(1), pos_of_last()
     with kvcompile.collect_reports() as report:
         found = compiled(step, LOSSY)(*arguments, *given, pos)
-    assert [site.attention.split(", ")[-1] for site in report.sites] == [ROTATED_NOTE, COMPUTED_NOTE]
+    assert [site.attention.split(", ")[-1] for site in report.sites] == [ROPE_NOTE, COMPUTED_NOTE]
     torch.testing.assert_close(found, step(*arguments, *expected, pos), rtol=1e-5, atol=1e-5)
 
 
 @without_code
-def test_tokens_that_are_kept_exact_are_rotated_too() -> None:
+def test_rope_is_applied_to_exact_tokens_too() -> None:
     policy = {"default": {"dtype": LOSSY}, "residual_length": 64, "sink_tokens": 64}
     step, given = static_step(rotate_neighbours), caches()
     expected = [x.clone() for x in given]
     arguments, pos = rows(1), pos_of_last()
     found, note = note_of(step, policy, *arguments, *given, pos)
-    assert note == ROTATED_NOTE
+    assert note == ROPE_NOTE
     torch.testing.assert_close(found, step(*arguments, *expected, pos), rtol=0.02, atol=0.02)
 
 
-def test_generated_code_of_growing_caches_rotates_packed_keys(fresh_compiler: None) -> None:
+def test_generated_code_of_growing_caches_applies_rope_to_packed_keys(fresh_compiler: None) -> None:
     step = growing_step(rotate_halves)
     run = compiled(step, LOSSLESS)
     past = expected = None
@@ -172,7 +172,7 @@ def test_generated_code_of_growing_caches_rotates_packed_keys(fresh_compiler: No
             result, expected = step(*arguments, expected)
             torch.testing.assert_close(out, result, rtol=1e-5, atol=1e-5)
             assert isinstance(past[0], PackedTensor)
-    assert {site.attention.split(", ")[-1] for site in report.sites if "rotated" in site.attention} == {ROTATED_NOTE}
+    assert {site.attention.split(", ")[-1] for site in report.sites if "RoPE" in site.attention} == {ROPE_NOTE}
 
 
 @pytest.mark.gpu
@@ -185,8 +185,8 @@ def test_generated_code_of_a_gpu_computes_the_factors_of_every_channel(tokens: i
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, *tables: Tensor) -> Tensor:
         keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
         first, second = keys.chunk(2, -1)
-        rotated = keys * tables[0] + torch.cat([-second, first], -1) * tables[1]
-        return F.scaled_dot_product_attention(q, rotated, values, enable_gqa=True)
+        after_rope = keys * tables[0] + torch.cat([-second, first], -1) * tables[1]
+        return F.scaled_dot_product_attention(q, after_rope, values, enable_gqa=True)
 
     def new(heads: int, length: int) -> Tensor:
         return torch.randn(2, heads, length, 128, dtype=torch.bfloat16, device="cuda")

@@ -1,4 +1,4 @@
-"""The factors of matrix products that a graph computes from indices alone, such as the rotations of formats.
+"""Matrices that a graph computes from indices alone and multiplies, such as the rotations of formats.
 
 A format computes its rotation at every use: in two stores and on two sides of attention in every layer. In code for a
 CPU each use would be a separate kernel and buffer, so a graph computes every such matrix once
@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 aten = torch.ops.aten
 
 
-def constant_factors(traced: Graph) -> list[Node]:
-    """The factors of matrix products in ``traced`` that depend on none of its inputs, in the order of the graph."""
+def constant_matrices(traced: Graph) -> list[Node]:
+    """The operands of matrix products in ``traced`` that depend on no input, in the order of the graph."""
     products = traced.find_nodes(op="call_function", target=aten.mm.default)
     if not products:
         return []
@@ -25,8 +25,8 @@ def constant_factors(traced: Graph) -> list[Node]:
     for node in traced.nodes:
         if node.op == "call_function" and constant.issuperset(node.all_input_nodes):
             constant.add(node)
-    factors = {factor for product in products for factor in product.all_input_nodes}
-    return [node for node in traced.nodes if node in factors and node in constant and node not in products]
+    operands = {operand for product in products for operand in product.all_input_nodes}
+    return [node for node in traced.nodes if node in operands and node in constant and node not in products]
 
 
 def steps_to(result: Node) -> list[Node]:

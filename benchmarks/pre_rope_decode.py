@@ -1,9 +1,9 @@
-"""A decode step of attention whose keys are cached before their rotary embedding, which rotates all keys in every step.
+"""A decode step of attention on pre-RoPE keys: it applies RoPE to all cached keys.
 
-    python benchmarks/rotated_keys.py [--shapes 8,32/8,128,32768 ...] [--formats int8_per_token_head ...] [--layers 4]
+    python benchmarks/pre_rope_decode.py [--shapes 8,32/8,128,32768 ...] [--formats int4 ...] [--layers 4]
 
 Every format has two rows: the step with keys that are cached after RoPE, as most models do, and before it (OLMo,
-x-transformers). Attention applies the rotation to packed keys. The baseline is the same step under plain
+x-transformers). Attention applies RoPE to packed keys. The baseline is the same step under plain
 ``torch.compile`` in bfloat16. Each result is first compared with eager code on the same packed caches.
 """
 
@@ -28,7 +28,7 @@ FORMATS = ["int8_per_token_head", "fp8_e4m3", "int4_unrotated", "int4_per_token_
 Step = Callable[..., list[Tensor]]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def with_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -41,11 +41,11 @@ def step_of(before: bool) -> Step:
         mask = torch.arange(cos.shape[0], device=q.device) <= pos[:, None]
         outputs = []
         for keys, values in caches:
-            keys.index_copy_(2, pos, k if before else rotate(k, cos[pos], sin[pos]))
+            keys.index_copy_(2, pos, k if before else with_rope(k, cos[pos], sin[pos]))
             values.index_copy_(2, pos, v)
-            rotated = rotate(keys, cos, sin) if before else keys
-            query = rotate(q, cos[pos], sin[pos])
-            outputs.append(F.scaled_dot_product_attention(query, rotated, values, attn_mask=mask, enable_gqa=True))
+            after_rope = with_rope(keys, cos, sin) if before else keys
+            query = with_rope(q, cos[pos], sin[pos])
+            outputs.append(F.scaled_dot_product_attention(query, after_rope, values, attn_mask=mask, enable_gqa=True))
         return outputs
 
     return step
@@ -87,7 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", type=argument(Shape.parse), default=SHAPES)
     parser.add_argument("--formats", nargs="*", default=FORMATS, help="policies (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="layers that share a rotation (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="layers that share a RoPE (default: %(default)s)")
     arguments = parse_arguments(parser, needs_backend=True)
     recorder = Recorder(arguments, Chart("shape", ("case", "format"), ("speedup", "of_read_ceiling")))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The proof that keys are channel pairs of cached keys, turned by token: what it accepts, and what it must not accept.
+"""The proof that attention applies RoPE to cached keys: computations that it accepts, and others that it refuses.
 
 Each case is a function from cached keys to the keys of attention. Accepted cases have factors that reproduce the keys.
 """
@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.compat.inductor import select_decomp_table
 from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.passes.prove.key_factors import KeyRotation, can_fuse, partners_of, read_rotation
+from kvcompile.passes.prove.key_factors import KeyRope, can_fuse, partners_of, read_rope
 
 BATCH, HEADS, TOKENS, CHANNELS = 2, 3, 5, 8
 Keys = Callable[..., Tensor]
@@ -85,7 +85,7 @@ def xpos(keys: Tensor) -> Tensor:
     return halves(keys) / torch.cat([scale, scale], -1)
 
 
-def a_rotation_behind_a_permutation(keys: Tensor) -> Tensor:
+def rope_behind_a_permutation(keys: Tensor) -> Tensor:
     return halves(keys.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
 
 
@@ -114,7 +114,7 @@ def tables_of_one_sequence(keys: Tensor) -> Tensor:
     return keys * cos + swapped_halves(keys) * sin
 
 
-ROTATIONS: dict[Keys, str] = {
+PARTNERS: dict[Keys, str] = {
     **dict.fromkeys((halves, halves_with_another_sign, halves_as_olmo_writes_them, xpos), "45670123"),
     **dict.fromkeys((neighbours, neighbours_by_slices, complex_numbers), "10325476"),
     **dict.fromkeys((repeated_before, repeated_after, merged_sequences_and_heads, tables_of_one_sequence), "45670123"),
@@ -214,7 +214,7 @@ OTHERS = (
     *(tables_of_heads, tables_of_sequences, other_pairs_at_odd_tokens, pairs_chosen_by_token, three_channels),
     *(a_cycle_of_channels, a_shifted_mean, normalised, scaled_by_themselves, rounded_to_integers, absolute, divided),
     *(shifted_tokens, reversed_tokens, reversed_heads, heads_in_turn, some_heads, the_first_tokens),
-    *(tokens_in_the_place_of_channels, repeated_channels, half_of_the_channels, a_rotation_behind_a_permutation),
+    *(tokens_in_the_place_of_channels, repeated_channels, half_of_the_channels, rope_behind_a_permutation),
 )
 
 
@@ -224,8 +224,8 @@ def cached(axes: str = "bhtd", dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn([sizes[axis] for axis in axes]).to(dtype)
 
 
-def rotation_of(compute: Keys, keys: Tensor, axes: str = "bhtd") -> tuple[KeyRotation | None, list[Tensor]]:
-    """The proven rotation, and the values of its coefficients."""
+def rope_of(compute: Keys, keys: Tensor, axes: str = "bhtd") -> tuple[KeyRope | None, list[Tensor]]:
+    """The proven RoPE, and the values of its coefficients."""
     gm = make_fx(compute, decomposition_table=select_decomp_table(), tracing_mode="fake")(keys)
     gm.graph.eliminate_dead_code()
     (root,) = gm.graph.find_nodes(op="placeholder")
@@ -233,28 +233,28 @@ def rotation_of(compute: Keys, keys: Tensor, axes: str = "bhtd") -> tuple[KeyRot
     for node in gm.graph.nodes:
         if node.op == "call_function" and not {root, *between}.isdisjoint(node.all_input_nodes):
             between.append(node)
-    rotation = read_rotation(root, axes, gm.graph.output_node().args[0], between)
+    rope = read_rope(root, axes, gm.graph.output_node().args[0], between)
     run = torch.fx.Interpreter(gm, garbage_collect_values=False)
     run.run(keys)
-    return rotation, [run.env[node] for node in rotation.keys.coefficients] if rotation is not None else []
+    return rope, [run.env[node] for node in rope.keys.coefficients] if rope is not None else []
 
 
-def rotated(rotation: KeyRotation, coefficients: list[Tensor], keys: Tensor) -> Tensor:
-    """``keys``, [batch, heads, tokens, channels], rotated by the factors."""
-    of_own, of_partner = rotation.factors(coefficients, TOKENS, torch.device("cpu"))
-    partners = list(rotation.partners)
+def with_rope(rope: KeyRope, coefficients: list[Tensor], keys: Tensor) -> Tensor:
+    """``keys``, [batch, heads, tokens, channels], after RoPE by the factors."""
+    of_own, of_partner = rope.factors(coefficients, TOKENS, torch.device("cpu"))
+    partners = list(rope.partners)
     return keys * of_own + (keys * of_partner)[..., partners]
 
 
-@pytest.mark.parametrize("compute", ROTATIONS, ids=lambda compute: compute.__name__)
-def test_rotations_of_pairs_are_proven_whatever_their_formula(compute: Keys) -> None:
+@pytest.mark.parametrize("compute", PARTNERS, ids=lambda compute: compute.__name__)
+def test_rope_is_proven_whatever_its_formula(compute: Keys) -> None:
     keys = cached()
-    rotation, coefficients = rotation_of(compute, keys)
-    assert rotation is not None
-    assert "".join(map(str, rotation.partners)) == ROTATIONS[compute]
+    rope, coefficients = rope_of(compute, keys)
+    assert rope is not None
+    assert "".join(map(str, rope.partners)) == PARTNERS[compute]
     expected = compute(keys)
     repeats = expected.shape[1] // HEADS
-    result = rotated(rotation, coefficients, keys).repeat_interleave(repeats, 1)
+    result = with_rope(rope, coefficients, keys).repeat_interleave(repeats, 1)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -264,24 +264,24 @@ def test_the_dimensions_of_the_cache_may_have_any_order(axes: str) -> None:
         return halves(keys.permute([axes.index(axis) for axis in "bhtd"]))
 
     keys = cached(axes)
-    rotation, coefficients = rotation_of(compute, keys, axes)
-    assert rotation is not None
+    rope, coefficients = rope_of(compute, keys, axes)
+    assert rope is not None
     plain = keys.permute([axes.index(axis) for axis in "bhtd"])
-    torch.testing.assert_close(rotated(rotation, coefficients, plain), compute(keys), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(with_rope(rope, coefficients, plain), compute(keys), rtol=1e-5, atol=1e-5)
 
 
 def test_factors_are_not_rounded_where_the_model_rounds_keys() -> None:
     keys = cached(dtype=torch.bfloat16)
-    rotation, coefficients = rotation_of(halves_as_olmo_writes_them, keys)
-    assert rotation is not None
-    of_own, _ = rotation.factors(coefficients, TOKENS, torch.device("cpu"))
+    rope, coefficients = rope_of(halves_as_olmo_writes_them, keys)
+    assert rope is not None
+    of_own, _ = rope.factors(coefficients, TOKENS, torch.device("cpu"))
     assert of_own.dtype == torch.float32
     assert torch.equal(of_own, tables()[0])
 
 
 @pytest.mark.parametrize("compute", OTHERS, ids=lambda compute: compute.__name__)
 def test_other_keys_are_not_proven(compute: Keys) -> None:
-    assert rotation_of(compute, cached())[0] is None
+    assert rope_of(compute, cached())[0] is None
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_channel_has_one_partner_in_both_directions(rows: list[str], partners:
         ("int8_per_token_head", "cuda", (1, 4, 9, 64), False),
     ],
 )
-def test_attention_applies_a_rotation_if_it_is_cheap(
+def test_attention_applies_rope_if_it_is_cheap(
     format_name: str, device: str, shape: tuple[int, ...], is_fused: bool
 ) -> None:
     query = Graph().placeholder("query")
