@@ -79,7 +79,7 @@ def attention(
         out_lse: float32 [batch, num_heads, q_len, 2], which takes the log-sum-exp; None if it is not needed.
         new_keys, new_values: tokens that the same call has written, to which attention is exact, for layouts that
             take them. Without ``v_data`` both are the same.
-        key_factors: what keys are multiplied by before attention; excludes new keys. Its tensors may have any strides.
+        key_factors: the factors of pre-RoPE keys; excludes new keys. Its tensors may have any strides.
 
     Returns:
         [batch, num_heads, q_len, v_head_dim] in the dtype of ``query``, in float32 with ``out_lse``; contiguous.
@@ -162,7 +162,7 @@ def _merge_splits(
     out: Tensor,
     out_lse: Tensor | None,
 ) -> None:
-    """Merge the splits that :func:`_attend_decode`, or another function like it, has returned, into ``out``.
+    """Write the merged splits of a decode kernel, such as :func:`_attend_decode` returns, into ``out``.
 
     Their common log-sum-exp goes into ``out_lse`` if it is given.
     """
@@ -236,7 +236,7 @@ def config_of_factors(
 ) -> AttentionConfig | None:
     """The configuration of the decode kernel that multiplies keys by factors, for arguments of :func:`attention`.
 
-    None if there is none: formats without levels, or too little shared memory.
+    None if no kernel serves these formats (they have no levels), or if the device has too little shared memory.
     """
     head_dim, float32 = query.shape[3], query.dtype == torch.float32
     key_layout, value_layout = _layout(k_format, "key", head_dim), _layout(v_format, "value", v_head_dim)

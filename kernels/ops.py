@@ -11,8 +11,8 @@ These functions run on a CPU. Triton kernels that agree with them run on a GPU. 
 
 ``attention`` without ``v_data`` takes ``k_data`` as values, too. ``v_format`` and ``v_head_dim`` must then equal the
 format and head_dim of keys, and ``new_keys`` are also the new values. New tokens need both their vectors and their
-slots (:class:`kvcompile.kernels.spec.new_tokens.NewTokens`). ``paired_query`` and ``key_factors`` are what attention
-multiplies keys by (:class:`kvcompile.kernels.spec.key_factors.KeyFactors`).
+slots (:class:`kvcompile.kernels.spec.new_tokens.NewTokens`). ``paired_query`` and ``key_factors`` apply RoPE to
+pre-RoPE keys (:class:`kvcompile.kernels.spec.key_factors.KeyFactors`).
 
 Importing this module needs neither Triton nor a GPU.
 """
@@ -265,7 +265,7 @@ def _new_tokens(
 def _key_factors(
     query: Tensor, paired: Tensor | None, factors: Tensor | None, kv_len: int, has_new_keys: bool
 ) -> KeyFactors | None:
-    """The factors of keys after a check; None if there are none."""
+    """The key factors after a check; None if there are none."""
     if paired is None or factors is None:
         if paired is not factors:
             raise ValueError("kvcompile::attention: paired_query and key_factors are given together or not at all")
@@ -458,7 +458,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "visible_range": (_visible_range, _visible_range_fake),
 }
 REPEATED = {name: Repeated(implementation) for name, (implementation, _) in _OPERATORS.items()}
-"""What runs operators on a GPU that repeat their launches."""
+"""Maps each operator of this file to the function that runs it on a GPU, and repeats its launches."""
 
 for _name, (_implementation, _fake) in _OPERATORS.items():
     _library.impl(_name, _implementation, "CPU")
@@ -468,4 +468,4 @@ for _name, (_implementation, _fake) in _OPERATORS.items():
 IMPLEMENTATIONS = {
     getattr(torch.ops.kvcompile, name).default: implementation for name, (implementation, _) in _OPERATORS.items()
 }
-"""Maps each operator of this file to the function that runs it."""
+"""Maps each operator of this file to the function that runs it once, on any device."""

@@ -42,7 +42,7 @@ class AttentionCall(NamedTuple):
         key, value: compile-time descriptions of keys and values.
         key_scale, value_scale: static scales of keys and values.
         new_keys, new_values: new tokens, to which attention is exact; None if there are none.
-        key_factors: what keys are multiplied by; None if they are attended to as cached.
+        key_factors: the factors of pre-RoPE keys; None if attention reads keys as cached.
     """
 
     query: Tensor

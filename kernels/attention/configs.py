@@ -80,7 +80,7 @@ NARROW = 31e9
 """An H100 has 25 GB/s for each multiprocessor, and an H200 has 37."""
 
 ROWS_OF_ANOTHER = {10: 9, 12: 8}
-"""Compute capabilities without measurements, and the one whose rows they take: it has as much shared memory."""
+"""Maps each compute capability without measurements to one with as much shared memory, whose rows it takes."""
 
 SCRATCH_NBYTES = 8 << 10
 """Shared memory of a decode program besides its query and the tiles that it loads ahead."""
@@ -147,8 +147,8 @@ def config_with_factors(
     """The configuration of :func:`kvcompile.kernels.attention.decode.attention_with_factors_kernel`.
 
     None if none serves the device. A program loads two tiles of factors beside each tile of keys. They are as large as
-    a tile of 32-bit keys in half precision, so that fewer tiles are loaded ahead. A rotated format has none ahead: more
-    programs serve it better.
+    a tile of 32-bit keys in half precision, so that fewer tiles are loaded ahead. For a rotated format no tile
+    is loaded ahead, because more programs serve it better.
 
     Args:
         multiprocessor: the sizes of a multiprocessor.

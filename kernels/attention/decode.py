@@ -28,10 +28,10 @@ have work even if only a part of the cache is visible. :mod:`kvcompile.kernels.a
 If the caches have exact blocks, the splits also take turns at those, see
 :mod:`kvcompile.kernels.attention.exact_blocks`. A program attends to them last: tags and rows arrive in the meantime.
 
-Keys may have to be multiplied by factors of their token before attention. A separate kernel does so. Both kernels share
-all functions, and one without factors compiles as if there were no other.
+A separate kernel multiplies pre-RoPE keys by key factors (:mod:`kvcompile.kernels.spec.key_factors`). Both kernels
+share all functions, and the kernel without key factors compiles as if the other did not exist.
 
-A device fetches the first 64 KiB of a kernel's code when it launches the kernel. Each line of code behind them costs a
+A device fetches the first 64 KiB of a kernel's code when it launches the kernel. Each later line of code costs a
 program 30 to 50 ns when it first runs, which a single warp per scheduler cannot hide. One loop therefore serves all
 tiles, and code that rarely runs is a separate function at the end.
 

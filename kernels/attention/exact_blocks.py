@@ -36,7 +36,7 @@ NO_BLOCK = constant(1 << 24)
 
 
 TILES_OF_ITEM = constant(3)
-"""A program needs as long for an item as for this number of tiles, because it waits for memory and for code."""
+"""An item takes a program as long as this number of tiles, because the program waits for memory and for code."""
 
 
 def num_items(num_entries: int, block_tokens: int, num_warps: int) -> int:

@@ -1,16 +1,16 @@
-"""Scores of keys that are multiplied by factors of their token (:mod:`kvcompile.kernels.spec.key_factors`).
+"""Scores of pre-RoPE keys, which are multiplied by key factors (:mod:`kvcompile.kernels.spec.key_factors`).
 
     score[n, r] = sum_j k[n, j] * (f[0, n, j] * q[r, j] + f[1, n, j] * paired[r, j])
 
-A tile of packed keys is decoded in registers, and multiplied once by each of its two tiles of factors. Two tensor core
-products follow, with the query and with the paired query. Scales and zero points do not commute with the sum over
-channels here, unless there is one scale per token and no zero point. They are applied to the tile before the factors.
+A program decodes a tile of packed keys in registers, and multiplies it by each of its two tiles of factors. Two tensor
+core products follow, with the query and with the paired query. Scales and zero points are applied to the tile before
+the factors, unless each token has one scale and no zero point. Such a scale multiplies the scores.
 
 Levels of a rotated format are first multiplied by the rotation matrix, by another tensor core product. The norms and
 signs of the rotation are applied to both queries.
 
-Products are computed in the dtype of the query, which is the dtype in which the model would apply RoPE to keys: a
-factor may be as large, or as small, as that dtype allows. (Triton's interpreter multiplies in float32 for bfloat16.)
+Products are computed in the dtype of the query, in which the model would apply RoPE to keys. A factor may therefore be
+as large, or as small, as in the model. (Triton's interpreter multiplies in float32 for bfloat16.)
 """
 
 from __future__ import annotations

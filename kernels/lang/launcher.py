@@ -190,7 +190,7 @@ def num_sms_of(device: torch.device) -> int:
 
 
 class Multiprocessor(NamedTuple):
-    """What the programs on a multiprocessor share.
+    """The resources that the programs on a multiprocessor share.
 
     Attributes:
         of_program: the most bytes of shared memory that one program may have.

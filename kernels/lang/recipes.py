@@ -52,11 +52,11 @@ _DESCRIBES = {
 """The functions of PyTorch that a call with a recipe may use. None reads or writes values, unless a view is a copy."""
 
 _NEW, _ONCE = object(), object()
-"""Take the place of a recipe if such arguments were never seen, or once. None marks a call that cannot be repeated."""
+"""The entries of arguments without a recipe: never seen, or seen once. None marks a call that cannot be repeated."""
 
 
 class _Place(NamedTuple):
-    """An address, ``offset`` bytes behind the address of an argument or of a tensor that the call makes.
+    """An address, ``offset`` bytes after the address of an argument or of a tensor that the call makes.
 
     Attributes:
         source: the index of the argument, or -1 minus the index of the tensor.
@@ -101,7 +101,7 @@ class Recipe(NamedTuple):
     is_tuple: bool
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
-        """Repeat the call with ``arguments``, which look like those of the recording."""
+        """Repeat the call with ``arguments``, which look like the recorded arguments."""
         new = [
             torch.empty_strided(size, strides, dtype=dtype, device=device) for size, strides, dtype, device in self.new
         ]
@@ -208,7 +208,7 @@ class Repeated:
 
 
 def _look_of(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What a recipe depends on, hashable; None if one of ``arguments`` is a fake tensor or another subclass."""
+    """The key of a recipe: what ``arguments`` look like; None if one of them is a fake tensor or another subclass."""
     look: list[Any] = []
     for x in arguments:
         if type(x) in PLAIN_TENSORS:

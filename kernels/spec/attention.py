@@ -84,7 +84,7 @@ def attend(
         scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
         softcap: if not 0, scores become ``softcap * tanh(scores / softcap)`` before the mask.
         new_keys, new_values: tokens that the same call has written, to which attention of many queries is exact.
-        key_factors: what keys are multiplied by before attention, for the first ``kv_len`` tokens; excludes new keys.
+        key_factors: the factors of pre-RoPE keys, for the first ``kv_len`` tokens; excludes new keys.
 
     Returns:
         [batch, num_heads, q_len, v_layout.head_dim] in the dtype of ``query``; zeros for a query that sees no key.
@@ -245,7 +245,7 @@ def _attend_dequantized(
     new: tuple[NewTokens | None, NewTokens | None],
     factors: KeyFactors | None,
 ) -> Tensor:
-    """PyTorch's attention of scaled queries on dequantized keys and values, which stay in the bases of rotations."""
+    """PyTorch's attention of scaled queries on dequantized tokens. Tokens of rotated formats stay rotated."""
     q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new, factors)
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
     return _unrotated(out, v_layout)

@@ -62,16 +62,16 @@ def _exchanged_neighbours(partners: tuple[int, ...], begin: int) -> int:
     return end - begin
 
 
-def with_factors(q: Tensor, k: Tensor, new: KeyFactors) -> tuple[Tensor, Tensor]:
+def with_factors(q: Tensor, k: Tensor, factors: KeyFactors) -> tuple[Tensor, Tensor]:
     """Queries and keys of twice as many channels, whose products are the scores of :class:`KeyFactors`.
 
     Args:
         q: scaled queries, float32 [batch, num_heads, q_len, head_dim].
         k: dequantized keys, float32 [batch, num_kv_heads, kv_len, head_dim].
-        new: its ``paired`` is scaled as ``q`` is.
+        factors: its ``paired`` is scaled as ``q`` is.
 
     Returns:
         [batch, num_heads, q_len, 2 * head_dim] and [batch, num_kv_heads, kv_len, 2 * head_dim], float32.
     """
-    of_query, of_paired = new.factors.float().unbind(0)
-    return torch.cat([q, new.paired], -1), torch.cat([k * of_query, k * of_paired], -1)
+    of_query, of_paired = factors.factors.float().unbind(0)
+    return torch.cat([q, factors.paired], -1), torch.cat([k * of_query, k * of_paired], -1)

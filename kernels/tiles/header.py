@@ -1,7 +1,7 @@
 """The header of a packed cache in Triton: entries that hold exact blocks of tokens.
 
-:mod:`kvcompile.kernels.layout.packed_layout` says where the bytes of the header lie, and
-:mod:`kvcompile.kernels.spec.residual` what they mean. A ``header_ptr`` points to the first block of the header of one
+:mod:`kvcompile.kernels.layout.packed_layout` has the places of the header's bytes, and
+:mod:`kvcompile.kernels.spec.residual` their meaning. A ``header_ptr`` points to the first block of the header of one
 head of one sequence.
 """
 

@@ -1,9 +1,9 @@
 """A compiled function that ``aot_compile`` stores in a file. Another process runs it without tracing and passes.
 
-PyTorch stores the guards and Dynamo's bytecode. The file also has the code of Inductor and the plan of a call
-(:class:`~kvcompile.call.packed_code.PackedCode`), and what a call needs around them: the caches that it packs and the
-entry of the report. The formats are part of all of this, so the policy is not read again. A file of other code of
-kvcompile, or of another PyTorch, is refused.
+PyTorch stores the guards and Dynamo's bytecode. The file also has the code of Inductor with the plan of a call
+(:class:`~kvcompile.call.packed_code.PackedCode`), the list of caches that a call packs, and the entry of the report.
+The formats are part of all of this, so the policy is not read again. A file of other code of kvcompile, or of another
+PyTorch, is refused.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class StoredCode(StorableCall):
 
 @dataclass(frozen=True)
 class CallParts:
-    """What a call needs in addition to the compiled code. It can be pickled.
+    """The data of a call besides the compiled code. It can be pickled.
 
     Attributes:
         caches: the caches that a call must pack; positions count Dynamo's inputs.
@@ -130,7 +130,7 @@ class StoredCall(StoredCode):
         Args:
             compiled: the result of ``compile_fx`` for the packed graph.
             inductor_config: the settings of Inductor with which it was compiled.
-            parts: what a call needs in addition.
+            parts: the data of a call besides the code.
             graph: the graph's entry in the report.
 
         Raises:
@@ -148,9 +148,9 @@ class StoredCall(StoredCode):
         return self._call(*args)
 
     def _check_formats(self, args: Sequence[Any]) -> None:
-        """Raise PackageError if a packed cache among the inputs holds other bytes than the code reads.
+        """Raise PackageError if a packed cache among the inputs has another format than the code reads.
 
-        Dynamo guards this. However, Dynamo cannot store every guard, so users pass functions that drop guards.
+        Dynamo guards the format. However, Dynamo cannot store every guard, so users pass functions that drop guards.
         """
         values = with_parts(args, self._parts.stacks) if self._parts.stacks else args
         for action, source in zip(self._parts.caches, self._parts.sources, strict=True):
@@ -187,7 +187,7 @@ class StoredCall(StoredCode):
 
 
 def _has_bytes_of(found: PackedInput, action: InputAction) -> bool:
-    """Whether a packed input holds what the compiled code reads."""
+    """Whether a packed input holds the bytes that the compiled code reads, in their format and order."""
     fits_buffer = action.makes_cache or found.growing == action.in_growing_buffer
     return found.is_cache and fits_buffer and (found.layout, found.axes) == (action.layout, action.axes)
 
@@ -206,7 +206,7 @@ def note_plain_caches(parts: CallParts, inputs: Sequence[GraphInput]) -> None:
     """Say that a function serves plain caches once, because its first call packs them.
 
     Args:
-        parts: what a call of the function needs.
+        parts: the data of a call of the function.
         inputs: the record of the inputs of the graph.
     """
     adopted = adopted_by_input(parts.caches, parts.stacks)

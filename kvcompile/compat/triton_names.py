@@ -23,7 +23,7 @@ def _found(*path: str) -> Any:
     return value
 
 
-# What kernels are compiled for, asked while they compile. Without it no kernel compiles: there is no fallback.
+# The target of a compilation, which kernels ask for while they compile. Without it no kernel compiles: no fallback.
 target_info = _found("language", "target_info")
 
 # The two halves of programmatic dependent launch. Without them, no kernel starts before the previous one has ended.
@@ -43,7 +43,7 @@ def is_interpreted() -> bool:
 
 
 def compiled_version(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, int, int], options: dict) -> Any:
-    """The version of a kernel for these arguments, without a launch. Of a tensor Triton reads dtype and ``data_ptr()``.
+    """The version of a kernel for these arguments, without a launch. Triton reads dtype and address of tensors.
 
     Without this method kernels compile when they are launched first, one after the other, and packages for GPUs fail.
     """
@@ -104,7 +104,7 @@ class MachineCode(NamedTuple):
 
 
 def machine_code(compiled: Any) -> MachineCode:
-    """What a launch of a compiled kernel without Triton needs.
+    """The parts of a compiled kernel that a launch without Triton needs.
 
     Raises:
         AttributeError: this release of Triton lacks a name. Packages for GPUs are then refused.

@@ -42,7 +42,7 @@ def insert_region(graph: Graph, name: str, fn: Callable[..., Any], *args: Any) -
 
     Args:
         graph: a functional ATen graph whose nodes carry fake values in ``meta["val"]``.
-        name: what the operations compute, for the names of the region and of its calls.
+        name: a word for the operations, which becomes part of the names of the region and of its calls.
         fn: functional PyTorch code that captures nothing and returns new tensors. It is traced with Inductor's
             decompositions, once for equal arguments.
         args: nodes of tensors, and constants.

@@ -163,14 +163,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class ComputedRead:
-    """How attention depends on caches that its keys or values are computed from.
+    """The caches from which the keys or values of an attention are computed.
 
     Attributes:
         roles: the cache values that attention depends on, in the order of the graph, each with the role that it is
             packed in.
         computing: the nodes that lead from these values to the attention, its marker included.
-        between: the nodes whose numbers, and not only their sizes, keys are computed by, in the order of the graph;
-            empty for latents.
+        between: the nodes from the cached keys to the keys of attention that depend on the numbers of the cache, and
+            not only on its size, in the order of the graph; empty for latents.
     """
 
     roles: dict[Node, Role]
@@ -185,7 +185,7 @@ class ComputedAttention:
     Attributes:
         marker: the marker.
         caches: the caches, which are dequantized for the computation.
-        note: what is computed, for the report.
+        note: the words of the report for the computation.
         fused: the same attention with a proven RoPE of its cached keys; None if RoPE is not proven. It takes the place
             of this one if its formats allow it.
     """

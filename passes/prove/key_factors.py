@@ -7,7 +7,7 @@ head. This module proves more about the same nodes:
   the same pairs of channels for all tokens, sequences and heads.
 - The coefficients depend on no cache, and are the same for all sequences and heads.
 
-No formula of a rotary embedding is assumed. :mod:`kvcompile.passes.prove.linear_keys` follows the nodes one by one;
+The proof assumes no formula of RoPE. :mod:`kvcompile.passes.prove.linear_keys` follows the nodes one by one;
 each must be a linear operation that leaves tokens, sequences and heads in place. The same operations then run twice. On
 generic numbers they show the partners. In the rewritten graph, on keys of ones and zeros, they give the coefficients of
 each token (:mod:`kvcompile.kernels.spec.key_factors`). Keys without such a proof are computed from dequantized caches.
@@ -48,13 +48,13 @@ class KeyRope:
     def factors(self, coefficients: Sequence[Tensor], num_tokens: int, device: torch.device) -> Tensor:
         """The factors of :class:`~kvcompile.kernels.spec.key_factors.KeyFactors`, [2, num_tokens, head_dim].
 
-        They are computed in float32, or in float64 if the coefficients are, even if the model rounds its keys in
-        between: attention on packed keys does not round them.
+        They are float32, or float64 if the coefficients are, even if the model rounds its keys between operations:
+        attention on packed keys does not round them.
 
         Args:
             coefficients: the values of ``keys.coefficients``.
             num_tokens: the number of cached keys.
-            device: of the result.
+            device: the device of the result.
         """
         is_first = _flags([at <= partner for at, partner in enumerate(self.partners)], device)
         has_partner = _flags([at != partner for at, partner in enumerate(self.partners)], device)
@@ -109,7 +109,7 @@ def can_fuse(query: Node, num_kv_heads: int, layout: PackedLayout) -> bool:
     Args:
         query: the query of attention, [batch, num_heads, q_len, head_dim].
         num_kv_heads: the number of heads of the cache.
-        layout: of the keys.
+        layout: the layout of the keys.
     """
     value = query.meta["val"]
     _, num_heads, q_len, head_dim = value.shape

@@ -45,7 +45,7 @@ Values = dict[Node, Any]
 
 
 class _NotLinear(Exception):
-    """The keys may depend on their cache in another way."""
+    """The keys may depend on their cache in a way that is not linear."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class LinearKeys:
 
 
 def follow_linear_keys(root: Node, axes: str, key: Node, between: Sequence[Node]) -> LinearKeys | None:
-    """The linear operations from ``root`` to ``key``; None if an operation may be another one.
+    """The linear operations from ``root`` to ``key``; None if an operation may not be linear.
 
     Args:
         root: the cached keys.
@@ -112,7 +112,7 @@ def follow_linear_keys(root: Node, axes: str, key: Node, between: Sequence[Node]
     """
     sizes = dict(zip(axes, shape_of(root), strict=True))
     if statically_known_true(sizes["t"] == 1) or statically_known_true(sizes["d"] == 1):
-        return None  # a dimension of size 1 does not tell what it holds
+        return None  # a dimension of size 1 may be any of the four
     base = tuple(known_size(sizes[axis]) for axis in "bhtd")
     dims = tuple((Factor("bhtd".index(axis), base["bhtd".index(axis)]),) for axis in axes)
     walk = _Walk(base, root, IndexMap(base, (0,) * 4, dims))
@@ -159,7 +159,7 @@ class _Walk:
         return self.forms[node].dims
 
     def _numbered_anew(self, form: IndexMap) -> IndexMap:
-        """A form with an axis of its own for each run of channels; raises if sequences, heads or tokens were moved."""
+        """A form with a separate axis for each run of channels; raises if sequences, heads or tokens were moved."""
         for axis in (_BATCH, _HEADS, _TOKENS):
             factors = [factor for factor in form.factors(axis) if not form.is_one(factor)]
             whole = [Factor(axis, self.base[axis])] if not statically_known_true(self.base[axis] == 1) else []
@@ -342,7 +342,7 @@ def _is_channels(dim: Dim) -> bool:
 
 
 def _kinds(dims: Sequence[Dim]) -> list[list[tuple[int | None, Any]]]:
-    """What each dimension holds, whatever the numbers of its axes of channels."""
+    """The kind of content of each dimension: all axes of channels count as one kind."""
     return [
         [(factor.axis if factor.axis is None else min(factor.axis, _CHANNELS), factor.size) for factor in dim]
         for dim in dims

@@ -1,4 +1,4 @@
-"""Find the vectors of a write that put back what the cache holds in their place: the write leaves them unchanged.
+"""Find the vectors of a write that the write leaves unchanged, because they were read from the same place of the cache.
 
 Models leave out tokens of some sequences, such as sequences that are finished, by a choice between new vectors and
 vectors of the cache: ``k = torch.where(active, k, cache[:, :, pos])`` before the write at ``pos``. The packed cache

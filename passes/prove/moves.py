@@ -41,7 +41,7 @@ def shift_of_tokens(node: Node, axes: str, value: Node, read: tuple[Node, ...]) 
     Args:
         node: a ``slice_scatter``.
         axes: the order of the dimensions of the cache.
-        value: what it writes.
+        value: the written value.
         read: the nodes through which it reads the shape of the cache.
     """
     base, first = _sliced(value, axes)

@@ -55,7 +55,7 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node 
     if _is_copied_back(root):
         first = first_state(root)
         op = operation((base or root) if first.op == "placeholder" else first)
-        return Refusal(Reason.unknown_write, role=role, op=op, detail="what it computes replaces all of the cache")
+        return Refusal(Reason.unknown_write, role=role, op=op, detail="its result replaces the whole cache")
     is_computed = bool(states_behind(root, later_states.__contains__))
     return Refusal(Reason.computed_from_cache if is_computed else Reason.no_cache, role=role)
 

@@ -191,7 +191,7 @@ def insert_attention(
     """Insert the attention of ``marker`` on packed data at the graph's insertion point; returns its output.
 
     ``new_keys`` and ``new_values`` are tokens that the graph has written, to which attention is exact. They are the
-    same if one cache serves as keys and values. ``key_factors`` is what attention multiplies cached keys by.
+    same if one cache serves as keys and values. ``key_factors`` are the factors of pre-RoPE keys.
     """
     op, new = torch.ops.kvcompile.attention.default, (new_keys, new_values)
     out: Node = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, attend, new, key_factors)
@@ -243,7 +243,7 @@ def _insert_attention(
 
 
 def _arguments_of(new_keys: NewNodes, new_values: NewNodes, key_factors: FactorNodes) -> tuple[Node | None, ...]:
-    """The last arguments of ``kvcompile::attention``: new keys and values with their slots, the factors of keys."""
+    """The last arguments of ``kvcompile::attention``: new keys and values with their slots, the key factors."""
     given: tuple[tuple[Node, Node] | None, ...] = (new_keys, new_values, key_factors)
     while given and given[-1] is None:
         given = given[:-1]

@@ -36,7 +36,7 @@ def insert_paired_query(graph: Graph, rope: KeyRope, query: Node) -> Node:
 
 
 def erase_unused(graph: Graph, nodes: frozenset[Node] | set[Node]) -> None:
-    """Erase those of ``nodes``, which computed keys after RoPE, that have no user left."""
+    """Erase all ``nodes`` without users. They computed keys after RoPE, which attention no longer reads."""
     for node in reversed(list(graph.nodes)):
         if node in nodes and not node.users and node.op == "call_function":
             graph.erase_node(node)
