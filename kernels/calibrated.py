@@ -67,7 +67,7 @@ def attention(
 ) -> Tensor:
     """:func:`kvcompile.kernels.launch.attention` for all formats. Calibrated formats take no new tokens.
 
-    Keys that no kernel multiplies by factors are dequantized first.
+    Pre-RoPE keys are dequantized first if no kernel multiplies them by key factors.
 
     Raises:
         ValueError: there is a :func:`refusal`.
@@ -100,7 +100,7 @@ def attention(
 def _multiplies_by_factors(
     query: Tensor, k_data: Tensor, v_data: Tensor | None, key: PackedLayout, value: PackedLayout
 ) -> bool:
-    """Whether a kernel multiplies keys in this layout by factors; no kernel does so with calibrated keys."""
+    """Whether a kernel multiplies keys in this layout by key factors. No kernel does so in calibrated formats."""
     if key.format.is_calibrated:
         return False
     plain = _plain(value)

@@ -119,7 +119,7 @@ def attention(
     if key_factors is not None:
         decode = config_of_factors(query, k_data, None if value is key else v_data, k_format, v_format, v_head_dim)
         if decode is None:
-            raise ValueError(f"kvcompile::attention: no kernel multiplies keys in {k_format} by factors on this device")
+            raise ValueError(f"kvcompile::attention: no kernel here takes key_factors for keys in {k_format}")
     else:
         decode = None if is_latent or is_prefill(call) else _decode_config(call)
     if decode is not None:
@@ -234,7 +234,7 @@ def _decode_config(call: AttentionCall) -> AttentionConfig | None:
 def config_of_factors(
     query: Tensor, k_data: Tensor, v_data: Tensor | None, k_format: str, v_format: str, v_head_dim: int
 ) -> AttentionConfig | None:
-    """The configuration of the decode kernel that multiplies keys by factors, for arguments of :func:`attention`.
+    """The configuration of the decode kernel that takes key factors, for arguments of :func:`attention`.
 
     None if no kernel serves these formats (they have no levels), or if the device has too little shared memory.
     """

@@ -61,7 +61,7 @@ def member_of(ranks: Any, option: str) -> Member | None:
         raise OptionsError(f"{option}: expected a DeviceMesh or a process group, got {shown(ranks)}")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise OptionsError(f"{option}: this process is not in the group")
+        raise OptionsError(f"{option}: this process is not in the group; give a group that contains it")
     return Member(rank, size, group_name(group))
 
 

@@ -99,7 +99,9 @@ class Writer:
         elif type(tensor) is Tensor:
             description, data = {"tensor": name}, tensor.detach()
         else:
-            raise CacheFileError(f"save_cache: {name} is a {type(tensor).__name__}, neither packed nor a plain tensor")
+            raise CacheFileError(
+                f"save_cache: {name} is a {type(tensor).__name__}, neither packed nor a plain tensor; save a plain copy"
+            )
         # Copy, because safetensors writes only contiguous tensors that share no storage.
         self.tensors[name] = data.clone(memory_format=torch.contiguous_format)
         return description

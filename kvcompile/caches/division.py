@@ -162,7 +162,10 @@ def _with_own_heads(
 ) -> dict[str, Any]:
     name = name_of(one)
     if "packed" in one and PackedLayout.parse(*one["layout"]).format.is_calibrated:
-        raise CacheFileError(f"{name} has a calibrated format, whose heads load_cache cannot divide among ranks")
+        raise CacheFileError(
+            f"{name} has a calibrated format, whose heads load_cache cannot divide among ranks; load it without "
+            "tensor_parallel"
+        )
     dim = head_dim_of(one, len(shapes.get(name, ())), place)
     if dim is not None:
         ranges.setdefault(name, {})[dim] = own_heads(name, shapes[name][dim], tensor)

@@ -81,7 +81,9 @@ def save_cache(
     try:
         content = writer.describe(cache, "")
     except RecursionError:
-        raise CacheFileError("save_cache: the cache contains itself, or too many levels are nested") from None
+        raise CacheFileError(
+            "save_cache: the cache contains itself, or nests too many levels; save a flat dict"
+        ) from None
     if not writer.tensors:
         raise CacheFileError("save_cache: the cache holds no tensors; save it after the model has read a prompt")
     header = {

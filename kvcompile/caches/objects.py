@@ -48,7 +48,9 @@ def known_class(name: str, path: Any) -> type:
 
     cls = getattr(cache_utils, name, None)
     if not is_known(cls):
-        raise CacheFileError(f"{path}: Transformers has no cache class {shown(name)}")
+        raise CacheFileError(
+            f"{path}: Transformers has no cache class {shown(name)}; compute the cache again from its prompt"
+        )
     return cls
 
 

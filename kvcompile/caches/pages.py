@@ -180,7 +180,8 @@ class _Pages:
             if (states.shape[1], states.shape[3]) != (allocator.num_key_value_heads, allocator.head_dim):
                 raise KVCompileError(
                     f"generate_batch: layer {layer_idx} writes {list(states.shape)}, but its pages are for "
-                    f"{allocator.num_key_value_heads} KV heads of {allocator.head_dim} channels"
+                    f"{allocator.num_key_value_heads} KV heads of {allocator.head_dim} channels; run "
+                    "kvcompile.uncompile(model) first"
                 )
         self.unread = layer_idx
         kwargs["kvcompile_pages"], kwargs["kvcompile_layer"] = self, layer_idx

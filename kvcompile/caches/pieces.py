@@ -83,7 +83,9 @@ def check_pieces(name: str, stored: StoredTensor, shape_in: Callable[[Piece], Se
         outside = any(dim >= len(whole) or (one and one[-1] >= whole[dim]) for dim, one in piece.ranges.items())
         if outside or list(shape_in(piece)) != piece.shape(whole):
             found = list(shape_in(piece))
-            raise CacheFileError(f"{path}: {name} does not fit the index: a file has a piece of shape {found}")
+            raise CacheFileError(
+                f"{path}: {name} does not fit the index: a file has a piece of shape {found}; save the cache again"
+            )
     dims = sorted({dim for piece in stored.pieces for dim in piece.ranges})
     if sum(sizes) != math.prod(whole) or (len(stored.pieces) > 1 and not _are_disjoint(stored, dims)):
         raise CacheFileError(f"{path}: the pieces of {name} do not cover it exactly once; save the cache again")

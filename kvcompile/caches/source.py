@@ -86,7 +86,9 @@ class Source(ExitStack):
     def _open_part(self, entry: Mapping[str, Any]) -> None:
         name = entry["name"]
         if Path(name).name != name or name in (".", ".."):
-            raise CacheFileError(f"{self.path}: {shown(name)} is not the name of a file in this folder")
+            raise CacheFileError(
+                f"{self.path}: {shown(name)} is not the name of a file in this folder; save the cache again"
+            )
         try:
             part = self._opened(self.path / name)
         except FileNotFoundError as error:
@@ -95,7 +97,10 @@ class Source(ExitStack):
             ) from error
         found = part.header.get("digest")
         if found != digests.of_header(part.header) or found != entry["digest"]:
-            raise CacheFileError(f"{part.path} is damaged, or belongs to another save than {self.path / INDEX}")
+            raise CacheFileError(
+                f"{part.path} is damaged, or belongs to another save than {self.path / INDEX}; copy all files of one "
+                "save"
+            )
 
     def _opened(self, path: Path) -> TensorFile:
         file = TensorFile(path)
@@ -137,14 +142,15 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     if not path.exists():
         raise CacheFileError(
-            f"{folder} is not a regular file, and has no {INDEX}: save_cache of several ranks was not completed"
+            f"{folder} is not a regular file, and has no {INDEX}: save_cache of several ranks was not completed; "
+            "save the cache again"
         )
     try:
         index = json.loads(read_text_file(path, _MOST_INDEX))
     except ValueError as error:
         raise CacheFileError(f"{path} is damaged: {one_line(error)}; compute it again from its prompt") from error
     if not isinstance(index, dict):
-        raise CacheFileError(f"{path} is not the index of a cache")
+        raise CacheFileError(f"{path} is not the index of a cache; load the folder that save_cache wrote")
     check_header(index, INDEX_FORMAT, INDEX_VERSION, path)
     if index["description"] != VERSION:
         raise CacheFileError(_other_version(path, index["description"], VERSION))

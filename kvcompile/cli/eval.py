@@ -110,7 +110,7 @@ def evaluate(
         raise EvaluationError("--policies: the list is empty; name presets or files, such as int8_per_token_head")
     parsed = [Policy.load(name) for name in names]
     if promote is not None and len(parsed) != 1:
-        raise EvaluationError(f"--promote raises one policy, and --policies names {len(parsed)}")
+        raise EvaluationError(f"--promote raises one policy, and --policies names {len(parsed)}; name one")
     if plot is not None:
         check_plot(plot)
     check_writable(output, plot, promote)

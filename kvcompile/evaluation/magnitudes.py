@@ -38,7 +38,8 @@ def largest_magnitudes(
         operands: tuple[tuple[Role, Tensor], ...] = (("key", call.key), ("value", call.value))
         for role, x in operands:
             if not x.isfinite().all():
-                raise EvaluationError(f"{site.module or 'attention at top level'}: its {role}s are not finite")
+                place = site.module or "attention at top level"
+                raise EvaluationError(f"{place}: its {role}s are not finite; give a --dtype with a larger range")
             known = largest.setdefault(site.module, {})
             known[role] = max(known.get(role, 0.0), x.abs().max().item())
 

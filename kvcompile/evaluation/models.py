@@ -120,7 +120,7 @@ def _is_on_hub(name: str) -> bool:
     elif is_folder(Path(name)):
         return False
     elif is_path(Path(name)):
-        raise OSError("it is neither a folder nor a .json file")
+        raise OSError("it is neither a folder nor a .json file; give a folder with a model, or its config.json")
     elif name.startswith((".", "/", "~")):
         raise OSError("no such folder; give a folder with a model, or its name on the Hugging Face hub")
     else:

@@ -144,7 +144,8 @@ def _add(moments: dict[tuple[str, Role], Moments], module: str, call: AttentionC
         if slope is None:
             continue
         if not x.isfinite().all():
-            raise EvaluationError(f"{module or 'attention at top level'}: its {role}s are not finite")
+            place = module or "attention at top level"
+            raise EvaluationError(f"{place}: its {role}s are not finite; give a --dtype with a larger range")
         known = moments.setdefault((module, role), Moments.zeros(x.shape[1], x.shape[3]))
         known.add(x.transpose(0, 1).flatten(1, 2), slope.transpose(0, 1).flatten(1, 2))
 

@@ -42,7 +42,8 @@ def inline_operators(gm: GraphModule, rewritten: Rewritten) -> None:
     """
     if not can_replay(gm, rewritten):
         raise PackageError(
-            "the step moves tokens within a cache, or uses some sequences of it, which a package for a GPU cannot hold"
+            "the step moves tokens within a cache, or uses some sequences of it, which a package for a GPU cannot "
+            "hold; compile it with torch.compile"
         )
     placeholders = gm.graph.find_nodes(op="placeholder")
     store_in_place(gm, {placeholders[action.index] for action in rewritten.inputs})

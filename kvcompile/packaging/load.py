@@ -60,7 +60,8 @@ class PackagedStep:
     def _checked(self, one: StepInput, tensor: Tensor | None) -> Tensor:
         """``tensor``, after a check of its type. The compiled code does not check it."""
         if tensor is None:
-            raise PackageError(f"{self.path.name} needs the {one.kind} {one.name!r}")
+            how = "arguments" if one.kind == "argument" else "caches, as new_caches() makes it"
+            raise PackageError(f"{self.path.name} needs the {one.kind} {one.name!r}; pass it in {how}")
         found, device = TensorType.of(tensor), self.signature.device
         if found != one.type or tensor.device.type != device or not tensor.is_contiguous():
             strided = "" if tensor.is_contiguous() else "strided "
@@ -89,7 +90,7 @@ def load_package(path: str | os.PathLike[str]) -> PackagedStep:
     """
     file = Path(path)
     if not file.is_file():
-        raise PackageError(f"{file} is not a file")
+        raise PackageError(f"{file} is not a file; kvcompile.package writes one")
     signature = Signature.read(_loaded(aoti_load_metadata, file))
     if signature.device == "cuda":
         load_operator()
@@ -100,4 +101,4 @@ def _loaded(load: Callable[[str], Any], file: Path) -> Any:
     try:
         return load(str(file))
     except Exception as error:
-        raise PackageError(f"{file} is not a package of AOTInductor: {one_line(error)}") from error
+        raise PackageError(f"{file} is not a package of AOTInductor: {one_line(error)}; package it again") from error

@@ -143,10 +143,15 @@ def _check(step: _Step, made: PackagedStep) -> None:
         for place, (output, right) in enumerate(zip(outputs, wanted, strict=True)):
             error = _relative_error(output, right)
             if not error <= max_error:
-                raise PackageError(f"output {place} of the package differs from the graph's by {error:.1e}")
+                raise PackageError(
+                    f"output {place} of the package differs from the graph's by {error:.1e}; report this as a fault of "
+                    "kvcompile"
+                )
         for name, state in caches.items():
             if not _is_near(state, expected[name], step.layouts.get(name)):
-                raise PackageError(f"the package and the graph store different numbers in {name}")
+                raise PackageError(
+                    f"the package and the graph store different numbers in {name}; report this as a fault of kvcompile"
+                )
         _begin_again_if_full(step, [caches, expected])
 
 

@@ -68,7 +68,10 @@ class PackedShard(PackedSubclass):
             ValueError: the layout has a residual, or cannot hold this cache.
         """
         if layout.residual is not None:
-            raise ValueError(f"format {layout.spec} keeps tokens in full precision, which ranks cannot split")
+            raise ValueError(
+                f"format {layout.spec} keeps tokens in full precision, which ranks cannot split; choose a format "
+                "without residual_length and sink_tokens"
+            )
         own = list(shape)
         own[axes.index("t")] = shard.num_tokens(shape[axes.index("t")])
         return cls(PackedTensor.zeros(own, dtype, layout, axes, device), shape, shard)

@@ -294,7 +294,9 @@ def _index_put_(
     if not isinstance(cache, PackedTensor) or accumulate:
         return NotImplemented
     if values.dtype != cache.dtype:
-        raise RuntimeError(f"index_put_ into a packed cache of {cache.dtype}: the values are {values.dtype}")
+        raise RuntimeError(
+            f"index_put_ into a packed cache of {cache.dtype}: the values are {values.dtype}; convert them to its dtype"
+        )
     dims = _indexed_dims(indices)
     if any(cache.axes[dim] in CHANNELS for dim in dims):
         return NotImplemented

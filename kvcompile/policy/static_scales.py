@@ -83,7 +83,9 @@ class StaticScales:
         if is_folder(path):
             files = sorted(path.glob("*.safetensors"))
             if not files:
-                raise PolicyError(f"scales: {path} is a folder without safetensors files")
+                raise PolicyError(
+                    f"scales: {path} is a folder without safetensors files; give a checkpoint or a calibration"
+                )
             return cls(str(path), _scales_in(files, path), calibrated=False)
         if path.suffix == ".safetensors":
             return cls(str(path), _scales_in([path], path), calibrated=False)

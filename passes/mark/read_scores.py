@@ -234,8 +234,8 @@ def check_masks(scores: Scores) -> None:
     A constant of -inf makes a bool mask. A finite constant, such as the lowest number of the dtype, has another effect
     in rows without a visible key: all their scores are equal, and the row is the mean of all values. This constant
     becomes an addend that absorbs every score. The weights of these rows stay equal. The weights of masked keys in
-    other rows stay exactly 0 if the constant is below every visible score, which is assumed of constants up to
-    ``NEVER_SEEN``.
+    other rows stay exactly 0 if the constant is far below every visible score. Constants up to ``NEVER_SEEN`` are
+    assumed to be.
 
     If several steps mask, the weights of rows without a visible key depend on the larger constant. An absorbing
     constant is written unchanged. Any other constant has to be written as a lower number. It is refused if
@@ -337,7 +337,7 @@ def _concatenate(call: Call, scores: Scores, context: Context) -> Scores:
 
 
 def size_one_axis(scores: Scores) -> str | None:
-    """The axis of the keys if there is a single key. If both operands have such an axis, the right one's."""
+    """The axis of the keys if there is a single key. If both operands have such an axis, the axis of the right one."""
     present = {axis.name for dim in scores.product.out for axis in dim}
     free = [names[0] for names in reversed(scores.product.free) if len(names) == 1]
     return next((name for name in free if name not in present), None)

@@ -213,7 +213,7 @@ class _Walk:
             return viewed, lambda values, num_tokens: values[whole]
         if node.target in _RESHAPING:
             return viewed, lambda values, num_tokens: values[whole].reshape(_shape(viewed, num_tokens))
-        if any(isinstance(argument, Node) for argument in others):
+        if any(isinstance(argument, Node) for argument in (*others, *kwargs.values())):
             raise _NotLinear  # a slice whose end is a size
         return viewed, lambda values, num_tokens: target(values[whole], *others, **kwargs)
 
