@@ -156,6 +156,8 @@ WRITE_OPS = frozenset(
 )
 """The operators that :mod:`kvcompile.passes.prove.writes` may recognise as a cache write; a test keeps both equal."""
 
+assert VIEW_OPS.isdisjoint(WRITE_OPS), "an operator is either a view of a cache or a write of it"
+
 
 LIST_OPS = frozenset((aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default))
 

@@ -21,7 +21,6 @@ from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.graph.aliases import share_memory, viewed_by
 from kvcompile.passes.graph.aten import (
     SIZE_OPS,
-    VIEW_OPS,
     WRITE_OPS,
     arguments,
     is_view,
@@ -526,6 +525,3 @@ def _check_heads(marker: Node, attention: Attention) -> None:
         raise Refusal(Reason.shared_key_value, detail="only some of its heads are read")
     if key is value and attention.key_read.first_sequence != attention.value_read.first_sequence:
         raise Refusal(Reason.shared_key_value, detail="keys and values are read from different sequences")
-
-
-assert VIEW_OPS.isdisjoint(WRITE_OPS), "an op is either a view of a cache or a write of it"

@@ -230,6 +230,7 @@ class CacheRewriter:
                 self.graph, call, k_data, v_data, key, value, kv_len, new_keys, new_values, key_factors
             )
         else:
+            assert rope is None, "check_shards refuses shards of pre-RoPE keys"
             result = insert_sharded_attention(self.graph, self.shard, call, k_data, v_data, (key, value), kv_len)
         if heads.tiles != 1:
             result = tile_heads(self.graph, result, heads.num_heads, heads.tiles)
