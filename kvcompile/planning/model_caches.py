@@ -155,7 +155,7 @@ class _Reader:
             yield from self._encoder_decoder(source_tokens)
         else:
             if source_tokens is not None:
-                raise PlanError(f"{self.fields.source}: --source-tokens is for encoder-decoder models")
+                raise PlanError(f"{self.fields.source}: --source-tokens is for encoder-decoder models; leave it out")
             yield from self._decoder()
 
     def _decoder(self) -> Iterator[LayerCache]:
@@ -255,7 +255,9 @@ class _Reader:
         fields, family = self.fields, self.family
         fixed = fields.integer("max_source_positions")
         if fixed and source_tokens and source_tokens > fixed:
-            raise PlanError(f"{fields.source}: --source-tokens {source_tokens}: max_source_positions is {fixed}")
+            raise PlanError(
+                f"{fields.source}: --source-tokens {source_tokens}: give at most {fixed}, the max_source_positions"
+            )
         source = source_tokens or fixed
         if source is None:
             raise PlanError(

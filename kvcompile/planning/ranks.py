@@ -132,7 +132,9 @@ class Ranks:
         size = self.tensor_parallel
         if size > 1:
             if model.hidden_size is None:
-                raise PlanError("--tensor-parallel: the config names no hidden_size, which the sums of a layer have")
+                raise PlanError(
+                    "--tensor-parallel: give the config a hidden_size, the size of the all-reduced hidden states"
+                )
             nbytes = users * model.hidden_size * DTYPE_BYTES[of_dtype(model.dtype).name]
             moved = nbytes * 2 * (size - 1) // size  # a ring: reduce-scatter, then all-gather
             yield self._collective("all-reduce of hidden states", 2 * model.num_layers, moved)
