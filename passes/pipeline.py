@@ -30,6 +30,7 @@ from kvcompile.passes.prove.check_divided_heads import check_divided_heads
 from kvcompile.passes.prove.check_shards import check_shards
 from kvcompile.passes.prove.find import CacheFinder
 from kvcompile.passes.prove.formats import choose_formats
+from kvcompile.passes.prove.fuse_computed import layouts_of_operands
 from kvcompile.passes.prove.settle import settle_sites
 from kvcompile.passes.prove.sites import prove_sites
 from kvcompile.passes.rewrite.caches import CacheRewriter
@@ -132,8 +133,8 @@ def _pack_caches(packing: Packing) -> None:
         packing.gm, packing.example_inputs, packing.shard, exact_prompts=packing.exact_prompts
     )
     assert packing.notes is not None
-    computed = [one.attention for one in packing.accepted if isinstance(one.attention, ComputedAttention)]
-    dequantized = {cache.root for attention in computed for cache in attention.caches}
+    attentions = [one.attention for one in packing.accepted if one.attention is not None]
+    dequantized = {cache.root for attention in attentions for cache in attention.dequantized}
     for cache, layout in packing.layouts.values():
         with packing.notes.storing(packing.gm, cache):
             packing.rewriter.rewrite_cache(cache, layout, dequantizes=cache.root in dequantized)
@@ -146,9 +147,9 @@ def _fuse_attention(packing: Packing) -> None:
         attention = candidate.attention
         assert attention is not None, "an accepted site has its caches proven"
         if isinstance(attention, ComputedAttention):
-            continue  # it stays unchanged, on keys or values that are computed from dequantized caches
+            continue  # it stays unchanged, and reads keys and values of dequantized caches
         packing.reduces_masks |= Marker.of(attention.marker).hidden_rows_are_nan
-        key, value = (packing.layouts[cache.root][1] for cache in (attention.key, attention.value))
+        key, value = layouts_of_operands(attention, candidate.layouts)
         with packing.notes.attending(packing.gm, candidate.site):
             packing.rewriter.rewrite_attention(attention, key, value)
 

@@ -267,6 +267,25 @@ def pack_blocks(layout: PackedLayout, x: Tensor) -> Tensor:
     return _blocks_first(packed).contiguous()
 
 
+def float_blocks(layout: PackedLayout, x: Tensor) -> Tensor:
+    """:func:`pack_tokens` of keys in a format of plain floats, as a view of ``x`` if it has whole blocks of tokens.
+
+    Args:
+        layout: a layout of keys in ``bfloat16``, ``float16`` or ``float32``, without a residual.
+        x: [batch, num_kv_heads, n, head_dim] in the dtype of the format.
+
+    Returns:
+        uint8 [num_blocks, batch, num_kv_heads, block_bytes]. Blocks are contiguous, but lie in the order of ``x``. A
+        copy with zeros behind the tokens if ``n`` is symbolic or no multiple of BLOCK_TOKENS; symbolic lengths get the
+        blocks of a growing cache, at least MIN_GROWING_BLOCKS.
+    """
+    n = x.shape[2]
+    count = layout.blocks(n) if isinstance(n, int) else layout.growing_blocks(n)
+    missing = count * BLOCK_TOKENS - n
+    whole = (x if _is_zero(missing) else F.pad(x, (0, 0, 0, missing))).contiguous()
+    return _blocks_first(whole.view(torch.uint8).unflatten(2, (count, BLOCK_TOKENS)).flatten(-2))
+
+
 def _byte_update(
     data: Tensor, layout: PackedLayout, encoded: Tensor, positions: Tensor, valid: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -52,8 +52,15 @@ class SiteNotes:
 def _reads(attention: Attention | ComputedAttention) -> list[tuple[Cache, Sequence[Node]]]:
     """The caches of a site, and the nodes that read each for it."""
     if isinstance(attention, Attention):
-        return [(attention.key, attention.key_read.chain), (attention.value, attention.value_read.chain)]
-    return [(cache, [user for user in cache.root.users if user in cache.computing]) for cache in attention.caches]
+        key, value = attention.key, attention.value
+        key_chain = _computing_users(key) if attention.computes_keys else attention.key_read.chain
+        return [(key, key_chain), (value, attention.value_read.chain)]
+    return [(cache, _computing_users(cache)) for cache in attention.caches]
+
+
+def _computing_users(cache: Cache) -> list[Node]:
+    """The nodes that use a cache to compute keys or values."""
+    return [user for user in cache.root.users if user in cache.computing]
 
 
 def _proven(attention: Attention | ComputedAttention) -> Iterator[tuple[str, Node, Sequence[Node]]]:

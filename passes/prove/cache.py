@@ -144,8 +144,9 @@ class Attention:
     Attributes:
         marker: the marker.
         key, value: the caches.
-        key_read, value_read: how attention reads them.
-        rope: the RoPE that attention applies to pre-RoPE keys; None if attention reads keys as cached.
+        key_read, value_read: how attention reads them. If keys are computed from their cache and RoPE is not proven,
+            ``key_read`` is how attention reads the computed keys.
+        rope: the RoPE that attention applies to pre-RoPE keys; None for other keys.
     """
 
     marker: Node
@@ -159,6 +160,16 @@ class Attention:
     def caches(self) -> tuple[Cache, ...]:
         """Key and value, or one cache that serves as both."""
         return (self.key,) if self.key is self.value else (self.key, self.value)
+
+    @property
+    def computes_keys(self) -> bool:
+        """Whether attention reads keys that the graph computes from the dequantized key cache."""
+        return self.key_read.root is not self.key.root
+
+    @property
+    def dequantized(self) -> tuple[Cache, ...]:
+        """The caches whose tokens the graph dequantizes."""
+        return (self.key,) if self.computes_keys else ()
 
 
 @dataclass(frozen=True)
@@ -186,11 +197,16 @@ class ComputedAttention:
         marker: the marker.
         caches: the caches, which are dequantized for the computation.
         note: the words of the report for the computation.
-        fused: the same attention with a proven RoPE of its cached keys; None if RoPE is not proven. It takes the place
-            of this one if its formats allow it.
+        fused: the same attention on packed data, best first: with a proven RoPE of its cached keys, or on computed keys
+            and packed values. The first that the formats and the query allow takes the place of this one.
     """
 
     marker: Node
     caches: tuple[Cache, ...]
     note: str
-    fused: Attention | None = None
+    fused: tuple[Attention, ...] = ()
+
+    @property
+    def dequantized(self) -> tuple[Cache, ...]:
+        """The caches whose tokens the graph dequantizes."""
+        return self.caches

@@ -2,7 +2,8 @@
 
 Some models cache pre-RoPE keys, and apply RoPE to all of them in every step (OLMo, x-transformers). The caches of such
 an attention are packed. Attention applies a proven RoPE to the packed keys
-(:mod:`kvcompile.passes.prove.key_factors`); otherwise the graph dequantizes the caches where the model reads them.
+(:mod:`kvcompile.passes.prove.key_factors`); otherwise the graph dequantizes the keys where the model reads them
+(:mod:`kvcompile.passes.prove.fuse_computed`).
 """
 
 from __future__ import annotations

@@ -122,18 +122,18 @@ class CacheFinder:
         key = read_like(keys, value)
         if key is None or value.gathers:
             return None
-        caches = [self._cache(key, "key"), self._cache(value, "value")]
+        caches = self._cache(key, "key"), self._cache(value, "value")
         computed = self._computed(marker, read, caches, "keys computed from their cache")
-        rope = read_rope(keys, key.axes, Marker.of(marker).key, read.between)
-        if rope is None:
-            return computed
-        fused = Attention(marker, caches[0], caches[1], key, value, rope)
-        with contextlib.suppress(Refusal):
-            _check_heads(marker, fused)
-            return replace(computed, fused=fused)
-        return computed
+        fused = []
+        if (rope := read_rope(keys, key.axes, Marker.of(marker).key, read.between)) is not None:
+            fused.append(Attention(marker, *caches, key, value, rope))
+        if Marker.of(marker).key.meta["val"].dtype in _FLOATS:
+            with contextlib.suppress(Refusal):
+                computed_key = trace_read(Marker.of(marker).key, frozenset(), "key")
+                fused.append(Attention(marker, *caches, computed_key, value))
+        return replace(computed, fused=tuple(one for one in fused if _has_fitting_heads(marker, one)))
 
-    def _computed(self, marker: Node, read: ComputedRead, caches: list[Cache], note: str) -> ComputedAttention:
+    def _computed(self, marker: Node, read: ComputedRead, caches: Sequence[Cache], note: str) -> ComputedAttention:
         for cache in caches:
             cache.computing |= read.computing
             cache.readers.add(marker)
@@ -494,6 +494,14 @@ def _find_write_back(node: Node, base: Node, axes: str, axes_of_base: str) -> No
 
 def _is_zeros(node: Node) -> bool:
     return node.target is aten.empty.memory_format or (node.target is aten.full.default and node.args[1] == 0)
+
+
+def _has_fitting_heads(marker: Node, attention: Attention) -> bool:
+    """Whether :func:`_check_heads` raises no Refusal."""
+    with contextlib.suppress(Refusal):
+        _check_heads(marker, attention)
+        return True
+    return False
 
 
 def _check_heads(marker: Node, attention: Attention) -> None:

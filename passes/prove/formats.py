@@ -6,24 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import Node
 
-from kvcompile.kernels.calibrated import refusal
 from kvcompile.kernels.formats import bases
 from kvcompile.kernels.lang.gpus import why_unsupported
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import PackedInput
-from kvcompile.passes.marker import Marker
-from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention
+from kvcompile.passes.prove.cache import Attention, Cache
 from kvcompile.passes.prove.candidate import Candidate
-from kvcompile.passes.prove.key_factors import can_fuse
+from kvcompile.passes.prove.fuse_computed import fuse_computed_keys, layouts_of_operands, why_no_kernel
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.site import FormatPair, num_layers
 
 ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
 """(module, layer, number of layers) -> formats, or None to leave the layer unchanged."""
-
-
-ROPE_NOTE = "pre-RoPE keys"
-"""The words of the report for attention that applies RoPE to packed keys."""
 
 
 def choose_formats(
@@ -51,7 +45,7 @@ def choose_formats(
                 _check_basis(cache, candidate.layouts[cache.role])
                 _check_shared(cache, candidate.layouts[cache.role])
                 _check_moves(cache, candidate.layouts[cache.role])
-            _fuse_rope(candidate)
+            fuse_computed_keys(candidate)
             _check_kernels(candidate)
         except Refusal as refusal:
             candidate.site.refuse(refusal)
@@ -110,33 +104,14 @@ def _check_basis(cache: Cache, layout: PackedLayout) -> None:
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
 
 
-def _fuse_rope(candidate: Candidate) -> None:
-    """Let attention apply RoPE to packed keys, if RoPE is proven and the formats allow it."""
-    computed = candidate.attention
-    if isinstance(computed, ComputedAttention) and computed.fused is not None:
-        query, key = Marker.of(computed.marker).query, computed.fused.key
-        if can_fuse(query, key.num_kv_heads, candidate.layouts["key"]):
-            candidate.attention = computed.fused
-            candidate.site.attention = candidate.site.attention.replace(computed.note, ROPE_NOTE)
-
-
 def _check_kernels(candidate: Candidate) -> None:
     """Raise Refusal if no kernel computes the attention of a site on its formats on a GPU."""
     attention = candidate.attention
-    if not isinstance(attention, Attention) or attention.marker.meta["val"].device.type != "cuda":
+    if not isinstance(attention, Attention):
         return
-    marker = Marker.of(attention.marker)
-    layouts = [candidate.layouts[cache.role] for cache in attention.caches]
-    reason = refusal(
-        layouts[0],
-        layouts[-1],
-        has_sinks=marker.sinks is not None,
-        has_softcap=marker.softcap != 0.0,
-        sees_unwritten=marker.mask is None
-        and not marker.is_causal
-        and any(cache.kind != "growing" for cache in attention.caches),
-    )
+    reason = why_no_kernel(attention, candidate.layouts)
     if reason is not None:
+        layouts = layouts_of_operands(attention, candidate.layouts)
         format_names = " and ".join(dict.fromkeys(layout.description for layout in layouts))
         raise Refusal(Reason.unsupported_format, format=format_names, detail=reason)
 

@@ -25,7 +25,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.tensors import without_modes
 from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.kernels.spec.attention import MAX_DECODE_ROWS
 from kvcompile.kernels.spec.key_factors import paired_query
 from kvcompile.passes.prove.linear_keys import LinearKeys, follow_linear_keys
 
@@ -99,25 +98,20 @@ def partners_of(depends: Tensor) -> tuple[int, ...] | None:
     return tuple(partners)
 
 
-def can_fuse(query: Node, num_kv_heads: int, layout: PackedLayout) -> bool:
-    """Whether attention applies RoPE to packed keys in ``layout``; otherwise the graph applies it to dequantized keys.
+def can_apply_rope(query: Node, layout: PackedLayout) -> bool:
+    """Whether attention of few queries can apply RoPE to packed keys in ``layout``.
 
     A kernel has to undo the rotation of a rotated format first. Kernels on a GPU do so on tensor cores, for up to
-    ROTATED_CHANNELS channels. No kernel undoes the basis of a calibrated format. For many queries, dequantizing all
-    keys once costs less than multiplying them in every tile of queries.
+    ROTATED_CHANNELS channels. No kernel undoes the basis of a calibrated format.
 
     Args:
         query: the query of attention, [batch, num_heads, q_len, head_dim].
-        num_kv_heads: the number of heads of the cache.
         layout: the layout of the keys.
     """
     value = query.meta["val"]
-    _, num_heads, q_len, head_dim = value.shape
-    turns_back = value.device.type == "cuda" and statically_known_true(head_dim <= ROTATED_CHANNELS)
+    turns_back = value.device.type == "cuda" and statically_known_true(value.shape[3] <= ROTATED_CHANNELS)
     has_own_basis = not layout.format.rotated or turns_back
-    if layout.format.is_calibrated or not layout.format.has_levels or not has_own_basis:
-        return False
-    return statically_known_true(num_heads * q_len <= MAX_DECODE_ROWS * num_kv_heads)
+    return layout.format.has_levels and not layout.format.is_calibrated and has_own_basis
 
 
 def _flags(flags: Sequence[bool], device: torch.device) -> Tensor:

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.kernels.layout.axes import heads_first
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
-from kvcompile.kernels.spec.packing import move_tokens
+from kvcompile.kernels.spec.packing import float_blocks, move_tokens
 from kvcompile.passes.calling import InputAction, OutputAction, Rewritten
 from kvcompile.passes.graph.aten import SELECTIONS, SIZE_OPS, VIEW_OPS, WRITE_OPS, shape_of
 from kvcompile.passes.graph.inline import fake_mode_of, inline, size_node
@@ -165,6 +166,8 @@ class CacheRewriter:
         with self.graph.inserting_before(marker):
             first_token, num_tokens = attention.key_read.first_token, attention.key_read.num_tokens
             kv_len = size_node(self.graph, first_token + num_tokens)
+            if attention.computes_keys:
+                self._pack_computed_keys(attention.key_read, key)
             k_data = self._read(attention.key_read, key)
             v_data = k_data if attention.key is attention.value else self._read(attention.value_read, value)
             end = first_token + num_tokens
@@ -235,6 +238,14 @@ class CacheRewriter:
         if heads.tiles != 1:
             result = tile_heads(self.graph, result, heads.num_heads, heads.tiles)
         return result
+
+    def _pack_computed_keys(self, read: Read, layout: PackedLayout) -> None:
+        """Lay out computed keys as packed data of plain floats, which is a view of whole blocks of tokens."""
+
+        def packed(keys: Tensor) -> Tensor:
+            return float_blocks(layout, heads_first(keys, read.axes).to(layout.format.packing.dtype))
+
+        self.packed[read.root] = inline(self.graph, packed, read.root)
 
     def _read(self, read: Read, layout: PackedLayout) -> Node:
         """The packed data that attention reads. If it is a part of a cache, its nodes go to the insertion point."""

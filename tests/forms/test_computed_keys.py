@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import kvcompile
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.prove.formats import ROPE_NOTE
+from kvcompile.passes.prove.fuse_computed import ROPE_NOTE
 
 BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN = 2, 4, 2, 32, 70
 LOSSLESS, LOSSY = {"default": {"dtype": "float32"}}, "int8_per_token_head"
@@ -93,6 +94,12 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, keys.shape[2]), enable_gqa=True)
 
 
+def roles_dequantized_in(graph: torch.fx.Graph) -> list[str]:
+    """The roles of the caches that an operator dequantizes."""
+    calls = graph.find_nodes(op="call_function", target=torch.ops.kvcompile.dequantize.default)
+    return [role for call in calls for role in call.args if role in ("key", "value")]
+
+
 def rows(n: int) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.randn(BATCH, heads, n, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
     return q, k, v
@@ -152,14 +159,21 @@ def repeated_and_written_out(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, valu
     return scores.masked_fill(~visible(pos), -torch.inf).softmax(-1) @ values.repeat_interleave(2, 1)
 
 
+def normalised_and_repeated(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(1, pos, k.transpose(1, 2)), values.index_copy_(1, pos, v.transpose(1, 2))
+    keys, values = normalise(keys, pos).transpose(1, 2), values.transpose(1, 2)
+    return attend(q, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), pos)
+
+
 STEPS_OF = {compute: static_step(compute) for compute in COMPUTED}
 STATIC = {
     **dict.fromkeys(STEPS_OF.values(), "bhtd"),
     in_another_order: "bthd",
     written_through_a_view: "bthd",
     repeated_and_written_out: "bhtd",
+    normalised_and_repeated: "bthd",
 }
-UNPROVEN = [STEPS_OF[compute] for compute in (normalise, normalise_and_rotate, layer_norm)]
+UNPROVEN = [*(STEPS_OF[compute] for compute in (normalise, normalise_and_rotate, layer_norm)), normalised_and_repeated]
 IDS = [*(compute.__name__ for compute in COMPUTED), *(step.__name__ for step in [*STATIC][len(COMPUTED) :])]
 
 
@@ -193,11 +207,12 @@ def test_attention_on_keys_that_are_computed_from_their_cache_is_packed(step: St
     assert [cache.role for cache in site.caches] == ["key", "value"]
 
 
-def test_growing_caches_of_such_keys_are_packed_from_the_first_call_on() -> None:
-    step = growing_step(rotate_halves)
+@pytest.mark.parametrize("compute", [rotate_halves, normalise])
+def test_growing_caches_of_such_keys_are_packed_from_the_first_call_on(compute: Callable[..., Tensor]) -> None:
+    step = growing_step(compute)
     run = compiled(step, LOSSLESS)
     past = expected = None
-    for n in (66, 1, 2):
+    for n in (62, 1, 1, 1, 1, 1):
         q, k, v = rows(n)
         out, past = run(q, k, v, past)
         result, expected = step(q, k, v, expected)
@@ -205,6 +220,55 @@ def test_growing_caches_of_such_keys_are_packed_from_the_first_call_on() -> None
         for cache, other in zip(past, expected, strict=True):
             assert isinstance(cache, PackedTensor)
             assert torch.equal(cache.dequantize(), other)
+    assert counters["stats"]["unique_graphs"] == 2  # of the prompt, and of all steps
+
+
+@pytest.mark.parametrize(
+    ("q_len", "policy", "dequantized"),
+    [
+        (1, LOSSY, ["key"]),
+        (8, "turboquant_4bit", ["key"]),
+        (9, LOSSY, ["key", "value"]),
+    ],
+)
+def test_a_step_of_few_queries_reads_packed_values_beside_computed_keys(
+    q_len: int, policy: str, dequantized: list[str], rewritten_graphs: list[torch.fx.Graph]
+) -> None:
+    """Two query heads share a KV head, so that 8 queries are 16 rows."""
+    compiled(static_step(normalise), policy)(*rows(q_len), *caches(), torch.arange(q_len))
+    assert roles_dequantized_in(rewritten_graphs[-1]) == dequantized
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_computed_keys_are_attended_to_in_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    given = [x.to(dtype) for x in caches()]
+    arguments, pos, step = [x.to(dtype) for x in rows(1)], torch.arange(MAX_LEN - 1, MAX_LEN), static_step(layer_norm)
+    expected = step(*arguments, *packed(given), pos)
+    found = compiled(step, LOSSY)(*arguments, *given, pos)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2 * torch.finfo(dtype).eps)
+
+
+def test_keys_in_double_precision_are_attended_to_as_the_model_does() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+        return attend(q.double(), normalise(keys.double(), pos), values.double(), pos)
+
+    given, arguments, pos = caches(), rows(1), torch.arange(MAX_LEN - 1, MAX_LEN)
+    expected = step(*arguments, *packed(given), pos)
+    found = compiled(step, LOSSY)(*arguments, *given, pos)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_values_with_exact_tokens_are_read_beside_computed_keys() -> None:
+    policy = {"default": {"dtype": LOSSY}, "residual_length": 64, "sink_tokens": 64}
+    given, pos, step = caches(150), torch.arange(149, 150), static_step(normalise)
+    arguments = rows(1)
+    exact = step(*arguments, *(x.clone() for x in given), pos)
+    found = compiled(step, policy)(*arguments, *given, pos)
+    assert all(isinstance(cache, PackedTensor) and cache.packed_layout.residual is not None for cache in given)
+    read = [cache.dequantize() for cache in given]
+    torch.testing.assert_close(found, step(*arguments, *read, pos), rtol=1e-5, atol=1e-5)
+    assert (found - exact).norm() < 0.02 * exact.norm()
 
 
 def the_query_is_computed_from_it(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:

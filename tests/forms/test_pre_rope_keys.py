@@ -23,6 +23,7 @@ from test_computed_keys import (
     compiled,
     growing_step,
     packed,
+    roles_dequantized_in,
     rotate_halves,
     rotate_neighbours,
     rows,
@@ -32,7 +33,7 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.prove.formats import ROPE_NOTE
+from kvcompile.passes.prove.fuse_computed import ROPE_NOTE
 
 Step = Callable[..., Any]
 
@@ -84,25 +85,25 @@ def test_layers_share_their_factors(fresh_compiler: None, rewritten_graphs: list
 
 
 @without_code
-def test_a_prompt_is_attended_to_on_dequantized_keys() -> None:
-    given, n = caches(), 20
+@pytest.mark.parametrize(("n", "expected_note"), [(8, ROPE_NOTE), (9, COMPUTED_NOTE)])
+def test_more_than_16_queries_of_a_kv_head_read_dequantized_keys(n: int, expected_note: str) -> None:
+    given = caches()
     expected, arguments, pos = [x.clone() for x in given], rows(n), torch.arange(n)
     step = static_step(rotate_halves)
     found, note = note_of(step, LOSSLESS, *arguments, *given, pos)
-    assert note == COMPUTED_NOTE
+    assert note == expected_note
     torch.testing.assert_close(found, step(*arguments, *expected, pos), rtol=1e-5, atol=1e-5)
 
 
 @without_code
 @pytest.mark.parametrize("policy", ["int4_per_token_head", "turboquant_3bit"])
-def test_a_format_with_another_basis_is_dequantized_by_an_operator(
+def test_keys_of_a_format_with_another_basis_are_dequantized_by_an_operator(
     policy: str, rewritten_graphs: list[torch.fx.Graph]
 ) -> None:
     given = caches()
     _, note = note_of(static_step(rotate_halves), policy, *rows(1), *given, pos_of_last())
     assert note == COMPUTED_NOTE
-    dequantize = torch.ops.kvcompile.dequantize.default
-    assert len(rewritten_graphs[-1].find_nodes(op="call_function", target=dequantize)) == 2
+    assert roles_dequantized_in(rewritten_graphs[-1]) == ["key"]
 
 
 @without_code

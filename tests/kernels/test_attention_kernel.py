@@ -17,7 +17,7 @@ from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.layout.operand import packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.attention import attend
-from kvcompile.kernels.spec.packing import write_tokens_
+from kvcompile.kernels.spec.packing import float_blocks, read_tokens, write_tokens_
 from kvcompile.kernels.spec.residual import holding_entries
 
 every_format = pytest.mark.parametrize("format_name", BY_TOKEN)
@@ -232,6 +232,17 @@ def test_queries_and_data_may_have_any_strides(device):
         query, *data, None, None, case.kv_len, False, case.scale, 0.0, case.key, case.value, case.v_head_dim
     )
     assert torch.equal(out.cpu(), case.kernel())
+
+
+@pytest.mark.parametrize("value", [INT8, "turboquant_4bit", "int4_unrotated[recent=2,sinks=1,bfloat16]"])
+def test_keys_may_be_the_blocks_of_a_plain_tensor(value, device):
+    """The blocks of a head follow each other, and not the heads of a block."""
+    case = Case(device, "bfloat16", value, batch=2, num_kv_heads=2, kv_len=192)
+    layout = case.layouts[0]
+    case.data[0] = float_blocks(layout, read_tokens(case.data[0], layout, case.kv_len).bfloat16())
+    case.data[1] = case.data[1][: case.layouts[1].blocks(case.kv_len)]
+    assert case.data[0].stride(0) < case.data[0].stride(2)
+    case.check()
 
 
 @pytest.mark.parametrize(("q_len", "value"), in_turn([1, 3, 20], [INT8, "int4_per_token_head"]))

@@ -13,7 +13,14 @@ from packed_bytes import empty_packed
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.formats.rotation import rotate
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, FEW_TOKENS, PackedLayout, are_few, num_blocks
-from kvcompile.kernels.spec.packing import read_stored_tokens, read_tokens, write_tokens, write_tokens_
+from kvcompile.kernels.spec.packing import (
+    float_blocks,
+    pack_tokens,
+    read_stored_tokens,
+    read_tokens,
+    write_tokens,
+    write_tokens_,
+)
 
 CPU = torch.device("cpu")
 BATCH, HEADS, HEAD_DIM = 2, 3, 64
@@ -188,6 +195,16 @@ def test_invalid_tokens_leave_the_bytes_at_their_positions_unchanged(layout, val
 def test_writing_no_token_changes_nothing(layout):
     data = packed(layout, random_tokens(10))
     assert torch.equal(write_tokens(data, layout, random_tokens(0), torch.arange(0)), data)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 192])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 80), ("float16", 64), ("float32", 16)])
+def test_keys_in_plain_floats_are_packed_data_without_a_copy_if_they_fill_their_blocks(dtype, head_dim, num_tokens):
+    layout = PackedLayout(dtype, "key", head_dim)
+    x = torch.randn(BATCH, HEADS, num_tokens, head_dim).to(layout.format.packing.dtype)
+    data = float_blocks(layout, x)
+    assert torch.equal(data, pack_tokens(layout, x))
+    assert (data.data_ptr() == x.data_ptr()) == (num_tokens % BLOCK_TOKENS == 0)
 
 
 @every_layout
