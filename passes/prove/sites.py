@@ -31,7 +31,7 @@ def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
         if candidate.accepted:
             with _refusals_noted(candidate, gm.graph):
                 for cache in candidate.caches:
-                    finder.check_reads(cache)
+                    finder.uses.check_reads(cache)
     return candidates
 
 

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import kvcompile
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.prove.find import CacheFinder
+from kvcompile.passes.prove.uses import UseChecker
 
 BATCH, HEADS, MAX_LEN, HEAD_DIM = 2, 2, 70, 32
 
@@ -188,10 +188,10 @@ def test_a_size_from_data_is_refused_and_the_result_stays_right(step: Callable[.
 
 @pytest.mark.usefixtures("without_code_generation")
 def test_a_use_with_a_data_dependent_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def undecided(self: CacheFinder, cache: object) -> None:
+    def undecided(self: UseChecker, cache: object) -> None:
         raise GuardOnDataDependentSymNode(sympy.Symbol("u0") > 1)
 
-    monkeypatch.setattr(CacheFinder, "check_reads", undecided)
+    monkeypatch.setattr(UseChecker, "check_reads", undecided)
     torch._dynamo.reset()
 
     def step(q: Tensor, new: Tensor, keys: Tensor, values: Tensor) -> Tensor:

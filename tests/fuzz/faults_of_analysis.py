@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuzz.fault import Fault, Faulty, collecting, nothing
 from kvcompile.passes.canonical import drop_whole_copies
-from kvcompile.passes.prove import find, moves, reads, settle, writes
+from kvcompile.passes.prove import find, moves, reads, settle, uses, writes
 from kvcompile.passes.stacks import analyse
 
 aten = torch.ops.aten
@@ -22,17 +22,17 @@ fault = collecting(ANALYSIS)
 # Checks of the analysis that are dropped
 
 
-@fault(find.CacheFinder, "_check_earlier_states")
+@fault(uses.UseChecker, "check_earlier_states")
 def uses_of_a_cache_before_its_writes_are_not_checked(original: Faulty) -> Faulty:
     return nothing(original)
 
 
-@fault(find.CacheFinder, "check_reads")
+@fault(uses.UseChecker, "check_reads")
 def uses_of_a_cache_after_its_writes_are_not_checked(original: Faulty) -> Faulty:
     return nothing(original)
 
 
-@fault(find.CacheFinder, "_other_use")
+@fault(uses.UseChecker, "_other_use")
 def views_of_a_cache_are_understood_without_a_look_at_their_users(original: Faulty) -> Faulty:
     def faulty(self: Any, cache: Any, node: Any, user: Any, understood: Any) -> Any:
         return None if user.target in find.VIEW_OPS else original(self, cache, node, user, understood)
