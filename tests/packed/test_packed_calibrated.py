@@ -12,6 +12,7 @@ import pytest
 import torch
 from calibrated_bases import based
 from tiny_llama import tiny_llama
+from torch import Tensor
 from transformers import StaticCache
 
 import kvcompile
@@ -19,6 +20,7 @@ from kvcompile import PackedTensor
 from kvcompile.compat.recompiling import with_new_code
 from kvcompile.errors import CacheFileError
 from kvcompile.evaluation.transforms import calibrate_transforms
+from kvcompile.kernels.formats import bases
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
 from kvcompile.policy.transforms import Origin, Transforms
 from kvcompile.report.report import collect_reports
@@ -127,14 +129,38 @@ def test_a_cache_with_exact_tokens_reads_them_exactly(name: str) -> None:
     assert torch.equal(read[:, :, 192:], x[:, :, 192:])
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
-def test_files_hold_the_basis(name: str, tmp_path: Path) -> None:
-    cache, file = cache_of(name), tmp_path / "cache.safetensors"
-    kvcompile.save_cache({"whole": cache, "part": cache[:, 1:3]}, file)
+def save_two_files(name: str, folder: Path) -> Tensor:
+    """A cache in two files, whole and in part; returns its values [2, HEADS, 70, HEAD_DIM]."""
+    cache = cache_of(name)
+    kvcompile.save_cache({"whole": cache, "part": cache[:, 1:3]}, folder / "cache.safetensors")
     buffer = io.BytesIO()
     torch.save(cache, buffer)
-    (tmp_path / "pickle.pt").write_bytes(buffer.getvalue())
-    torch.save(cache.dequantize(), tmp_path / "values.pt")
+    (folder / "pickle.pt").write_bytes(buffer.getvalue())
+    return cache.dequantize()
+
+
+@every_format
+@pytest.mark.parametrize("file", ["cache.safetensors", "pickle.pt"])
+def test_a_file_holds_the_basis(name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = save_two_files(name, tmp_path)
+    reference = cache_of(name).format_name.partition("@")[2]
+    monkeypatch.setattr(bases, "_BASES", {})
+    bases.find.cache_clear()
+    with pytest.raises(ValueError, match="is not loaded"):
+        bases.find(reference)
+    if file == "pickle.pt":
+        loaded = {"whole": torch.load(tmp_path / file)}
+    else:
+        loaded = kvcompile.load_cache(tmp_path / file)
+        torch.testing.assert_close(loaded["part"].dequantize(), values[:, 1:3])
+    torch.testing.assert_close(loaded["whole"].dequantize(), values)
+
+
+@pytest.mark.slow
+@every_format
+def test_a_process_that_knows_no_basis_reads_both_files(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "cache.safetensors"
+    torch.save(save_two_files(name, tmp_path), tmp_path / "values.pt")
     program = f"""
 import torch, kvcompile
 loaded = kvcompile.load_cache({str(file)!r})
@@ -143,7 +169,7 @@ torch.testing.assert_close(loaded["whole"].dequantize(), values)
 torch.testing.assert_close(loaded["part"].dequantize(), values[:, 1:3])
 torch.testing.assert_close(torch.load({str(tmp_path / "pickle.pt")!r}).dequantize(), values)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)  # a process that knows no basis
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_file_with_another_basis_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
