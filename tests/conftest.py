@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -40,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if config.getoption("tx", None) and not is_worker:
         return  # the process that starts the workers; they would wait until it has imported PyTorch
+    gc.disable()  # what imports and collection make lives to the end
     config.pluginmanager.import_plugin("shared_fixtures")
     import torch
     import torch._functorch.config
@@ -86,6 +88,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     import torch
 
+    gc.freeze()
+    gc.enable()
     items.sort(key=lambda item: not item.path.as_posix().endswith(BEGIN_EARLY))  # keeps the order of equal ones
     part, parts = map(int, config.getoption("part").split("/"))
     config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])

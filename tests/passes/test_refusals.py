@@ -36,6 +36,11 @@ def reasons_after(fn: Callable[..., Any], args: list[Tensor], **options: Any) ->
     return [site.reason_code for site in last_report().sites]
 
 
+def assert_reasons_have_no_names_that_only_dynamo_and_fx_use() -> None:
+    shown = "\n".join(str(site.reason) for site in last_report().sites)
+    assert not re.search(r"L\[|___|%\w|call_function|torch\.ops|\.default", shown), shown
+
+
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
 def test_an_unproven_site_is_refused_with_its_reason_and_compiles_to_plain_inductor(
     fn: Callable[..., Any], request: pytest.FixtureRequest
@@ -53,6 +58,7 @@ def test_an_unproven_site_is_refused_with_its_reason_and_compiles_to_plain_induc
     assert REFUSED[fn] in reasons
     assert None not in reasons
     assert all(site.reason for site in last_report().sites)
+    assert_reasons_have_no_names_that_only_dynamo_and_fx_use()
 
 
 @pytest.mark.usefixtures("without_code_generation")
@@ -65,6 +71,7 @@ def test_graphs_that_only_resemble_a_cache_are_refused_with_a_reason(fn: Callabl
     reasons = {site.reason_code for site in last_report().sites}
     assert UNSAFE[fn] in reasons
     assert None not in reasons
+    assert_reasons_have_no_names_that_only_dynamo_and_fx_use()
 
 
 @pytest.mark.usefixtures("without_code_generation")
@@ -302,14 +309,6 @@ def test_a_cache_that_has_a_name_behind_a_graph_break_keeps_it() -> None:
         f"the graph begins after the graph break at test_refusals.py:{line}: scale = float(pos.tolist()[0]); "
         "torch._dynamo.config.capture_scalar_outputs = True may keep one graph"
     )
-
-
-@pytest.mark.parametrize("fn", [*REFUSED, *UNSAFE], ids=lambda fn: fn.__name__)
-@pytest.mark.usefixtures("without_code_generation")
-def test_no_reason_shows_names_that_only_dynamo_and_fx_use(fn: Callable[..., Any]) -> None:
-    run(fn, inputs(), on_unsupported="ignore")
-    shown = "\n".join(str(site.reason) for site in last_report().sites)
-    assert not re.search(r"L\[|___|%\w|call_function|torch\.ops|\.default", shown), shown
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,11 @@ def make_code_generation_cheaper() -> None:
     package. Inductor prepares its table of operators and dtypes anew for each line of a kernel, and reads an
     environment variable for each attempt to match a pattern, of which a graph takes some thousand.
     """
-    from torch._inductor import config, cpp_builder, pattern_matcher
+    from torch._inductor import config, cpp_builder, cpu_vec_isa, pattern_matcher
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 
     config.cpp.simdlen = 1
+    _check_vector_instructions_only_to_use_them(config, cpu_vec_isa)
     pattern_matcher._should_debug_node = lambda name: False
     if hasattr(DtypePropagationOpsHandler.__init__, "__wrapped__"):
         return
@@ -65,6 +66,21 @@ def make_code_generation_cheaper() -> None:
         return ["O0" if flag.startswith("O") else flag for flag in cflags if flag != "g1"], ldflags
 
     cpp_builder._get_optimization_cflags = without_optimization
+
+
+def _check_vector_instructions_only_to_use_them(config: Any, cpu_vec_isa: Any) -> None:
+    """Inductor compiles and loads six programs to know vector instructions, even where kernels have none."""
+    list_all = cpu_vec_isa.valid_vec_isa_list
+    if hasattr(list_all, "known"):
+        return
+
+    @functools.wraps(list_all.__wrapped__)
+    def list_used() -> list[Any]:
+        return [] if config.cpp.simdlen == 1 else list_all()
+
+    list_used.__wrapped__ = list_all.__wrapped__
+    list_used.known = list_all
+    cpu_vec_isa.valid_vec_isa_list = list_used
 
 
 def _make_settings_cheaper() -> None:
