@@ -39,7 +39,7 @@ def test_a_simple_program_shows_a_fault_of_its_functions(title: str) -> None:
     assert run(PROGRAM).verdict == "equal"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.drive.__name__)
 def test_a_probe_shows_its_fault_and_runs_rightly_without_it(probe: Probe) -> None:
     (fault,) = [fault for fault in FAULTS if fault.title == probe.fault]
