@@ -103,7 +103,7 @@ def _check_data(
     if layout.format.num_basis_heads not in (None, shape[2]):
         raise ValueError(
             f"kvcompile::{op}: {name} has {shape[2]} KV heads, but {layout.spec} was calibrated for "
-            f"{layout.format.num_basis_heads}"
+            f"{layout.format.num_basis_heads}; calibrate it for this model"
         )
     if any(stride % BLOCK_TOKENS for stride in strides[:3]) or (strides[3] != 1 and any(strides)):
         raise ValueError(
@@ -379,7 +379,10 @@ def _attention_part(
     if query.is_cuda:
         for layout in (key, value):
             if layout.format.is_calibrated:
-                raise ValueError(f"kvcompile::attention_part: no kernel reads a part of {layout.description}")
+                raise ValueError(
+                    f"kvcompile::attention_part: no kernel reads a part of {layout.description}; use a format without "
+                    "a calibration"
+                )
         lse = query.new_empty((*query.shape[:3], 2), dtype=torch.float32)
         out = launch.attention(
             query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim,

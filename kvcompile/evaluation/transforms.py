@@ -107,7 +107,8 @@ def calibrate_transforms(
     moments = _measure_moments(model, windows, begins, generator, on_progress)
     if not moments:
         raise EvaluationError(
-            "the model has no attention whose keys and values [batch, heads, tokens, head_dim] are known"
+            "the model has no attention whose keys and values [batch, heads, tokens, head_dim] are known; "
+            "`python -m kvcompile explain` says why"
         )
     tensors: dict[str, Tensor] = {}
     for (module, role), found in moments.items():

@@ -130,7 +130,7 @@ def read_model_caches(fields: Fields, source_tokens: int | None = None) -> Model
         notes.append(f"model_type {shown(fields.model_type)} is unknown to the planner; {known}")
     caches = tuple(_Reader(fields, family, notes).read(source_tokens))
     if not caches:
-        raise PlanError(f"{fields.source}: no layer of this model keeps keys and values")
+        raise PlanError(f"{fields.source}: no layer of this model keeps keys and values; give a decoder's config")
     return ModelCaches(
         model_type=fields.model_type or "unnamed",
         dtype=_dtype(fields, notes),
