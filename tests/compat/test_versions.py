@@ -60,6 +60,7 @@ def test_the_oldest_tested_release_is_the_oldest_that_is_required() -> None:
     assert versions.TESTED[0].torch.startswith(required[1])
 
 
-def test_releases_are_listed_once_and_in_order() -> None:
+def test_releases_are_listed_in_order_and_once_for_each_python() -> None:
     releases = [versions.numbers(one.torch) for one in versions.TESTED]
-    assert releases == sorted(set(releases))
+    assert releases == sorted(releases)
+    assert len({(one.torch, one.python) for one in versions.TESTED}) == len(versions.TESTED)
