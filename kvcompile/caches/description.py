@@ -19,10 +19,11 @@ from kvcompile.kernels.layout.axes import STORED_AXES, divided_axes, sizes_by_ax
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.kernels.layout.packed_layout import PackedLayout, num_blocks
+from kvcompile.packed.cache_meta import CacheMeta
 from kvcompile.packed.pool import PackedPool, exchanged
 from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedStack
-from kvcompile.packed.tensor import CacheMeta, PackedTensor
+from kvcompile.packed.tensor import PackedTensor
 
 _PLAIN = (type(None), bool, int, float, str)
 

@@ -23,8 +23,9 @@ from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, adopted_by_input, with_parts
 from kvcompile.compat.ahead_of_time import StorableCall, bytes_of, code_of_bytes, is_kept
 from kvcompile.errors import OptionsError, PackageError, one_line
+from kvcompile.packed.cache_meta import CacheMeta
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tensor import CacheMeta, PackedTensor
+from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.calling import GraphInput, InputAction, PackedInput, SplitStack
 from kvcompile.passes.graph.names import in_words
 from kvcompile.report import report

@@ -41,7 +41,9 @@ TESTED = (
     Tested("2.15.0", "3.9.0", "3.11", "CPU", "whole suite", "2026-11-27"),
     Tested("2.15.0", "3.9.0", "3.14", "CPU", "sample", "2026-11-28"),
 )
-"""The latest test of every release and version of Python, oldest release first. The documentation and ``doctor`` show this table."""
+"""The latest test of every release and version of Python, oldest release first.
+
+The documentation and ``doctor`` show this table."""
 
 COLUMNS = ("PyTorch", "Triton", "Python", "device", "tests", "date")
 

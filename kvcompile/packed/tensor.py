@@ -13,11 +13,8 @@ cache, and no tensor subclass can detect this. Gradients pass straight through t
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +26,8 @@ from kvcompile.kernels.formats import bases
 from kvcompile.kernels.layout.axes import WHOLE_AXES, from_stored_order, in_stored_order, sizes_by_axis
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed, with_new_tokens
+from kvcompile.packed.cache_meta import CacheMeta
+from kvcompile.packed.code_digest import code_digest
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tokens import ExactTokens, pack, read_packed
@@ -61,32 +60,6 @@ class Place:
 
 
 _UNKNOWN_PLACE = Place(ends_cache=False, is_known=False)
-
-
-@dataclass(frozen=True)
-class CacheMeta:
-    """Meaning of the bytes of a PackedTensor, apart from its shape. Dynamo guards on it as the flatten context.
-
-    Attributes:
-        layout: layout of the packed data.
-        dtype: logical dtype.
-        axes: the logical dimensions in order, a letter for each (:mod:`kvcompile.passes.graph.permutations`): ``bhtd``
-            is [batch, heads, tokens, head_dim], ``bthd`` is [batch, tokens, heads, head_dim]. An axis is missing if a
-            single index was selected; the packed data then holds only this index.
-        start: number of tokens in the first block before this view, 0 to 63. With a residual, every view includes the
-            header, and ``start`` is the number of tokens of the cache before this view.
-        growing: whether the cache grows by concatenation.
-    """
-
-    layout: PackedLayout
-    dtype: torch.dtype
-    axes: str
-    start: int = 0
-    growing: bool = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CacheMeta:
-        """This object itself: guards compare a deep copy at every call, and an object equals itself fastest."""
-        return self
 
 
 class PackedTensor(PackedSubclass):
@@ -482,7 +455,7 @@ class PackedTensor(PackedSubclass):
     def _stable_hash_for_caching(self) -> str:
         """The key of this input in AOTAutograd's cache of traced graphs. AOTAutograd calls this method."""
         geometry = [(t.shape, t.stride(), t.dtype, t.device) for t in (self, self.packed)]
-        return str((geometry, self.__tensor_flatten__()[1], _code_digest()))
+        return str((geometry, self.__tensor_flatten__()[1], code_digest()))
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Tensor:  # type: ignore[override]
         """Repeats as for any tensor; stays packed for an int ``repeats`` of sequences, heads or tokens.
@@ -529,16 +502,6 @@ def rebuild_packed_tensor(
 
 
 torch.serialization.add_safe_globals([rebuild_packed_tensor])
-
-
-@functools.cache
-def _code_digest() -> str:
-    """Hash of this package's code, because a cached graph contains operators that the dispatch traced."""
-    digest = hashlib.sha256()
-    for folder, _, names in sorted(os.walk(Path(__file__).parents[1], followlinks=True)):
-        for name in sorted(name for name in names if name.endswith(".py")):
-            digest.update(Path(folder, name).read_bytes())
-    return digest.hexdigest()
 
 
 @functools.cache
