@@ -119,7 +119,7 @@ def attention(
     if key_factors is not None:
         decode = config_of_factors(query, k_data, None if value is key else v_data, k_format, v_format, v_head_dim)
         if decode is None:
-            raise ValueError(f"kvcompile::attention: no kernel here takes key_factors for keys in {k_format}")
+            raise ValueError(f"kvcompile::attention: no kernel on this device takes key_factors for {k_format}")
     else:
         decode = None if is_latent or is_prefill(call) else _decode_config(call)
     if decode is not None:

@@ -25,12 +25,15 @@ def choose_formats(
 ) -> None:
     """Give the caches of every accepted candidate their layouts, or refuse its site.
 
+    A cache with several readers has the layout that its first reader gets.
+
     Args:
         candidates: the candidates of one graph.
         policy: gives the formats of a layer.
         packed_inputs: the placeholders that arrive as packed caches, which keep their layout.
     """
     layers = num_layers([candidate.site for candidate in candidates])
+    first_layouts: dict[Node, PackedLayout] = {}
     for candidate in candidates:
         if not candidate.accepted:
             continue
@@ -39,7 +42,8 @@ def choose_formats(
                 _check_device(cache)
             formats = policy(candidate.site.module, candidate.site.layer, layers)
             candidate.layouts = {
-                cache.role: _layout(cache, formats, packed_inputs.get(cache.base)) for cache in candidate.caches
+                cache.role: first_layouts.setdefault(cache.root, _layout(cache, formats, packed_inputs.get(cache.base)))
+                for cache in candidate.caches
             }
             for cache in candidate.caches:
                 _check_basis(cache, candidate.layouts[cache.role])

@@ -212,7 +212,7 @@ def test_growing_caches_of_such_keys_are_packed_from_the_first_call_on(compute: 
     step = growing_step(compute)
     run = compiled(step, LOSSLESS)
     past = expected = None
-    for n in (62, 1, 1, 1, 1, 1):
+    for n in (62, 1, 1, 1, 1, 2):
         q, k, v = rows(n)
         out, past = run(q, k, v, past)
         result, expected = step(q, k, v, expected)
@@ -220,7 +220,7 @@ def test_growing_caches_of_such_keys_are_packed_from_the_first_call_on(compute: 
         for cache, other in zip(past, expected, strict=True):
             assert isinstance(cache, PackedTensor)
             assert torch.equal(cache.dequantize(), other)
-    assert counters["stats"]["unique_graphs"] == 2  # of the prompt, and of all steps
+    assert counters["stats"]["unique_graphs"] == 3  # of the prompt, of all steps of one token, and of two tokens
 
 
 @pytest.mark.parametrize(
@@ -269,6 +269,29 @@ def test_values_with_exact_tokens_are_read_beside_computed_keys() -> None:
     read = [cache.dequantize() for cache in given]
     torch.testing.assert_close(found, step(*arguments, *read, pos), rtol=1e-5, atol=1e-5)
     assert (found - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("compute", [lambda x, pos: x, rotate_halves, normalise], ids=["as cached", "RoPE", "norm"])
+def test_layers_that_read_one_cache_read_it_in_the_format_of_the_first(compute: Callable[..., Tensor]) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+            return attend(q, compute(keys, torch.arange(MAX_LEN)), values, pos)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([Layer(), Layer()])
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> list[Tensor]:
+            keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+            return [layer(q, keys, values, pos) for layer in self.layers]
+
+    policy = {"rules": [{"match": {"layers": "1"}, "dtype": "turboquant_4bit"}], "default": {"dtype": LOSSY}}
+    given, arguments, pos, model = caches(), rows(1), torch.arange(MAX_LEN - 1, MAX_LEN), Model()
+    expected = model(*arguments, *packed(given), pos)
+    found = compiled(model, policy)(*arguments, *given, pos)
+    assert [cache.format_name for cache in given] == [LOSSY, LOSSY]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def the_query_is_computed_from_it(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
