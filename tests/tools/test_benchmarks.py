@@ -35,7 +35,7 @@ from kvcompile.passes.site import FormatPair
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text())
-CUDA_SCRIPTS = ["decode", "eager", "latents", "llama_step", "prefill", "pre_rope_decode", "store"]
+CUDA_SCRIPTS = ["computed_keys", "decode", "eager", "latents", "llama_step", "prefill", "store"]
 INT8 = FormatPair("int8_per_token_head", "int8_per_token_head")
 SHAPE = Shape(2, 4, 2, 64, 192)
 CPU = torch.device("cpu")
@@ -56,11 +56,11 @@ def wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return Timing(1e-3, 0.0, "nothing")
 
     for name in (
+        "computed_keys",
         "decode",
         "eager",
         "latents",
         "recording",
-        "pre_rope_decode",
         "store",
         "kvcompile.benching.decode_attention",
         "kvcompile.benching.workloads",
@@ -326,11 +326,11 @@ def test_benchmarks_of_kernels_measure_every_preset_and_bfloat16(script, wall_cl
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
-def test_keys_cached_before_and_after_rope_are_checked_and_timed(wall_clock, monkeypatch, tmp_path):
+def test_keys_cached_after_and_before_rope_and_before_a_norm_are_checked_and_timed(wall_clock, monkeypatch, tmp_path):
     sizes = ["--shapes", "1,4/2,64,128", "--formats", "int8_per_token_head", "turboquant_4bit_nc", "--layers", 2]
-    assert run(monkeypatch, "pre_rope_decode", *sizes, "--output", tmp_path, "--tag", "test") == 0
-    rows = Results.read(tmp_path / "pre_rope_decode-test-nothing-inc.json").rows
-    assert [row["format"] for row in rows] == ["plain", "int8_per_token_head", "turboquant_4bit_nc"] * 2
+    assert run(monkeypatch, "computed_keys", *sizes, "--output", tmp_path, "--tag", "test") == 0
+    rows = Results.read(tmp_path / "computed_keys-test-nothing-inc.json").rows
+    assert [row["format"] for row in rows] == ["plain", "int8_per_token_head", "turboquant_4bit_nc"] * 3
     assert len({row["megabytes"] for row in rows}) == 3
     assert all(row.keys() <= COLUMNS.keys() for row in rows)
 

@@ -1,10 +1,11 @@
-"""A decode step of attention on pre-RoPE keys: it applies RoPE to all cached keys.
+"""A decode step of attention whose keys are computed from the cached keys: by RoPE, or by a norm.
 
-    python benchmarks/pre_rope_decode.py [--shapes 8,32/8,128,32768 ...] [--formats int4 ...] [--layers 4]
+    python benchmarks/computed_keys.py [--shapes 8,32/8,128,32768 ...] [--formats int4 ...] [--layers 4]
 
-Every format has two rows: the step with keys that are cached after RoPE, as most models do, and before it (OLMo,
-x-transformers). Attention applies RoPE to packed keys. The baseline is the same step under plain
-``torch.compile`` in bfloat16. Each result is first compared with eager code on the same packed caches.
+Every format has three rows: keys that are cached after RoPE, as most models do, before RoPE (OLMo, x-transformers),
+and before a norm. Attention applies RoPE to packed keys; before a norm, the step dequantizes keys and attention reads
+packed values. The baseline is the same step under plain ``torch.compile`` in bfloat16. Each result is first compared
+with eager code on the same packed caches.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, relative_e
 
 SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072")]
 FORMATS = ["int8_per_token_head", "fp8_e4m3", "int4_unrotated", "int4_per_token_head", "turboquant_4bit_nc"]
+CASES = ("cached after RoPE", "cached before RoPE", "cached before a norm")
 Step = Callable[..., list[Tensor]]
 
 
@@ -33,19 +35,24 @@ def with_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-def step_of(before: bool) -> Step:
-    """The attention of all layers on their caches, into which keys are written ``before`` RoPE or after it."""
+def normalized(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def step_of(case: str) -> Step:
+    """The attention of all layers on their caches, into which keys are written as ``case`` says."""
+    computed = normalized if case == "cached before a norm" else with_rope
 
     def step(q: Tensor, k: Tensor, v: Tensor, caches: list[tuple[Tensor, Tensor]], tables: tuple[Tensor, ...]) -> Any:
         cos, sin, pos = tables
         mask = torch.arange(cos.shape[0], device=q.device) <= pos[:, None]
         outputs = []
         for keys, values in caches:
-            keys.index_copy_(2, pos, k if before else with_rope(k, cos[pos], sin[pos]))
+            keys.index_copy_(2, pos, with_rope(k, cos[pos], sin[pos]) if case == "cached after RoPE" else k)
             values.index_copy_(2, pos, v)
-            after_rope = with_rope(keys, cos, sin) if before else keys
-            query = with_rope(q, cos[pos], sin[pos])
-            outputs.append(F.scaled_dot_product_attention(query, after_rope, values, attn_mask=mask, enable_gqa=True))
+            attended = keys if case == "cached after RoPE" else computed(keys, cos, sin)
+            query = computed(q, cos[pos], sin[pos])
+            outputs.append(F.scaled_dot_product_attention(query, attended, values, attn_mask=mask, enable_gqa=True))
         return outputs
 
     return step
@@ -60,23 +67,23 @@ def tables_of(shape: Shape) -> tuple[Tensor, ...]:
 
 
 def time_step(
-    recorder: Recorder, shape: Shape, layers: int, policy: str | None, before: bool, baseline: Timing | None
+    recorder: Recorder, shape: Shape, layers: int, policy: str | None, case: str, baseline: Timing | None
 ) -> Timing | None:
     """Add a row for a policy, or for plain ``torch.compile``. Returns its time, or None if it failed."""
     timing: Timing | None = None
-    name, case = policy or "plain", f"keys cached {'before' if before else 'after'} RoPE"
+    name = policy or "plain"
     with recorder.row(case=case, shape=str(shape), format=name) as row:
         torch._dynamo.reset()
         options: dict[str, Any] = {}
         if policy is not None:
             options = {"backend": "kvquant", "options": {"policy": policy, "on_unsupported": "error"}}
-        step = step_of(before)
+        step = step_of(case)
         compiled = torch.compile(step, **options)
         one = dataclasses.replace(shape, context=1)
         inputs = (shape.query(), *one.key_and_value(), [shape.key_and_value() for _ in range(layers)], tables_of(shape))
         compiled(*inputs)  # packs the caches
         error = max(map(relative_error, compiled(*inputs), step(*inputs)))
-        row["relative_error"] = check(error, f"the step of {name}, {case},")
+        row["relative_error"] = check(error, f"the step of {name}, keys {case},")
         nbytes = kvcompile.cache_nbytes(inputs[3])
         timing = time_graph(compiled, [inputs])
         row |= recorder.timed(timing, nbytes, None if baseline is None else ("torch.compile", baseline))
@@ -92,10 +99,10 @@ def main() -> int:
     recorder = Recorder(arguments, Chart("shape", ("case", "format"), ("speedup", "of_read_ceiling")))
     with torch.no_grad():
         for shape in arguments.shapes:
-            for before in (False, True):
-                plain = time_step(recorder, shape, arguments.layers, None, before, None)
+            for case in CASES:
+                plain = time_step(recorder, shape, arguments.layers, None, case, None)
                 for policy in arguments.formats:
-                    time_step(recorder, shape, arguments.layers, policy, before, plain)
+                    time_step(recorder, shape, arguments.layers, policy, case, plain)
     return recorder.finish()
 
 
