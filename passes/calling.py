@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from kvcompile.kernels.layout.axes import PartIndex
+from kvcompile.kernels.layout.axes import PartIndex, with_ranges
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 
@@ -40,10 +40,11 @@ class PackedInput:
 
 @dataclass(frozen=True)
 class StackInput:
-    """A packed stack that the caller passes: its stacked dimensions, and each part as a separate input."""
+    """A packed stack that the caller passes: each part as a separate input, and the rest as in :class:`SplitStack`."""
 
     dims: tuple[int, ...]
     parts: Mapping[PartIndex, GraphInput]
+    num_ranges: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,11 +196,13 @@ class JoinedOutput:
         dims: its stacked dimensions.
         places: the position of each part among the outputs after the split. The first part takes the place of the
             stack, and the others are appended to the outputs.
+        num_ranges: as in :class:`SplitStack`.
     """
 
     index: int
     dims: tuple[int, ...]
     places: Mapping[PartIndex, int]
+    num_ranges: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,21 +215,37 @@ class SplitStack:
         places: the position among the inputs after the split, for each part that the graph uses. The first part
             takes the place of the stack, and the others are appended to the inputs.
         returned: the outputs that are later states of the stack.
+        num_ranges: if the parts are ranges of channels, their number. The graph has a stacked dimension for them before
+            the channels; the caller's tensor has one dimension for both. 0 if no dimension is shared.
     """
 
     index: int
     dims: tuple[int, ...]
     places: Mapping[PartIndex, int]
     returned: tuple[JoinedOutput, ...] = ()
+    num_ranges: int = 0
 
     def view_of(self, x: torch.Tensor, part: PartIndex) -> torch.Tensor:
         """The view of part ``part`` of the plain tensor ``x``."""
+        x = with_ranges(x, self.num_ranges)
         indices: dict[int, Any] = dict(zip(self.dims, part, strict=True))
         return x[tuple(indices.get(dim, slice(None)) for dim in range(x.dim()))]
 
+    def name_of(self, source: str, part: PartIndex) -> str:
+        """The name of a part of the tensor ``source``: ``kv[0]``, ``kv[:, 0]``, or ``kv.chunk(2, -1)[0]``."""
+        if not self.num_ranges:
+            return f"{source}[{_subscript(self.dims, part)}]"
+        name = f"{source}.chunk({self.num_ranges}, -1)[{part[-1]}]"
+        return f"{name}[{_subscript(self.dims[:-1], part[:-1])}]" if part[:-1] else name
+
+
+def _subscript(dims: Sequence[int], part: Sequence[int]) -> str:
+    indices = dict(zip(dims, map(str, part), strict=True))
+    return ", ".join(indices.get(dim, ":") for dim in range(dims[-1] + 1))
+
 
 def with_parts_of_stacks(inputs: Sequence[GraphInput], stacks: Sequence[SplitStack]) -> list[GraphInput]:
-    """The record of a graph's inputs after stacks were split. A part is named ``kv[0]`` or ``kv[:, 0]``."""
+    """The record of a graph's inputs after stacks were split. A part is named as :meth:`SplitStack.name_of` does."""
     result: dict[int, GraphInput] = dict(enumerate(inputs))
     for split in stacks:
         whole = inputs[split.index]
@@ -234,17 +253,12 @@ def with_parts_of_stacks(inputs: Sequence[GraphInput], stacks: Sequence[SplitSta
             own = whole.stack.parts[part] if whole.stack is not None else GraphInput("")
             result[place] = replace(
                 own,
-                source=f"{whole.source}[{_subscript(split.dims, part)}]",
+                source=split.name_of(whole.source, part),
                 dynamo_index=whole.dynamo_index if place == split.index else None,
                 is_persistent=whole.is_persistent,
                 is_static=whole.is_static,
             )
     return [result[place] for place in sorted(result)]
-
-
-def _subscript(dims: tuple[int, ...], part: PartIndex) -> str:
-    indices = dict(zip(dims, map(str, part), strict=True))
-    return ", ".join(indices.get(dim, ":") for dim in range(dims[-1] + 1))
 
 
 def in_dynamo_order(

@@ -10,8 +10,8 @@ from torch.fx import GraphModule, Node
 
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.passes.calling import GraphInput, PackedInput, Rewritten, SplitStack
-from kvcompile.passes.canonical.divide_heads import DividedHeads
+from kvcompile.passes.calling import GraphInput, PackedInput, Rewritten, SplitStack, StackInput
+from kvcompile.passes.canonical.divide_last import Divided
 from kvcompile.passes.notes.sites import SiteNotes
 from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.prove.cache import Cache
@@ -36,7 +36,7 @@ class Packing:
         exact_prompts: whether attention to the new tokens of a prompt is exact.
         own_outputs: the outputs that share no memory with an input in the model, by position.
         refused: the sites that a check of an earlier rewrite refuses, by position.
-        packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.
+        packed_stacks: the inputs that arrive as packed stacks.
         stacks: the inputs that were split into their parts.
         divided: the inputs and outputs whose heads got a separate dimension.
         candidates: the sites, in the order of the graph, with their proven caches.
@@ -58,9 +58,9 @@ class Packing:
     exact_prompts: bool = False
     own_outputs: frozenset[int] = frozenset()
     refused: Mapping[int, Refusal] = field(default_factory=dict)
-    packed_stacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    packed_stacks: Mapping[int, StackInput] = field(default_factory=dict)
     stacks: tuple[SplitStack, ...] = ()
-    divided: DividedHeads = field(default_factory=DividedHeads)
+    divided: Divided = field(default_factory=Divided)
     candidates: list[Candidate] = field(default_factory=list)
     notes: SiteNotes | None = None
     surroundings: list[SiteSurroundings] = field(default_factory=list)

@@ -15,7 +15,9 @@ from kvcompile.compat.observing import dynamo_timed
 from kvcompile.kernels.layout.axes import divided_axes
 from kvcompile.passes.calling import with_parts_of_stacks
 from kvcompile.passes.canonical.copy_returned_views import copy_returned_views
-from kvcompile.passes.canonical.divide_heads import divide_heads, merge_heads, with_merged_axes
+from kvcompile.passes.canonical.divide_heads import divide_heads, with_merged_axes
+from kvcompile.passes.canonical.divide_last import merge_last
+from kvcompile.passes.canonical.divide_ranges import divide_ranges
 from kvcompile.passes.canonical.drop_offset_checks import drop_offset_checks
 from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
 from kvcompile.passes.canonical.drop_whole_copies import drop_whole_copies
@@ -81,10 +83,13 @@ def _remove_dead_code(packing: Packing) -> None:
 
 
 def _split_stacks(packing: Packing) -> None:
+    graph = packing.gm.graph
     arriving = {index: known.stack for index, known in enumerate(packing.inputs)}
-    packing.packed_stacks = {index: stack.dims for index, stack in arriving.items() if stack is not None}
-    packing.stacks = split_stacks(packing.gm, packing.example_inputs, packing.packed_stacks)
+    packing.packed_stacks = {index: stack for index, stack in arriving.items() if stack is not None}
+    divided = divide_ranges(graph)
+    packing.stacks = split_stacks(packing.gm, packing.example_inputs, packing.packed_stacks, divided.inputs)
     packing.inputs = with_parts_of_stacks(packing.inputs, packing.stacks)
+    merge_last(graph, divided)  # the stacks that were not split
 
 
 def _divide_heads(packing: Packing) -> None:
@@ -303,7 +308,7 @@ PIPELINE = (
     ),
     Pass(
         "merge_heads",
-        lambda packing: merge_heads(packing.gm.graph, packing.divided),
+        lambda packing: merge_last(packing.gm.graph, packing.divided),
         "The packed placeholder has replaced the logical one.",
         "Plain inputs and outputs have the shapes that the caller knows.",
     ),

@@ -36,8 +36,9 @@ class Reason(enum.Enum):
     )
     part_of_tensor = (
         "its {role} cache is a part of {source}, {detail}",
-        "select every cache by constant indices (kv[0], cache[layer, 1], kv[:, 0]), write one or all of them and use "
-        "the tensor in no other way in the compiled function, or keep the caches in separate tensors",
+        "select every cache by constant indices (kv[0], cache[layer, 1], kv[:, 0]) or as one of equal ranges of "
+        "channels (kv.chunk(2, -1)[0]), write one or all of them and use the tensor in no other way in the compiled "
+        "function, or keep the caches in separate tensors",
     )
     gathered = (
         "its {role} is gathered by an index from {source}, {detail}",

@@ -128,6 +128,19 @@ PartIndex = tuple[int, ...]
 """Selects a part of a stack: an index for each of its stacked dimensions."""
 
 
+def with_ranges(x: Tensor, num_ranges: int) -> Tensor:
+    """A view of a stack whose parts are ranges of channels, with a stacked dimension before the channels.
+
+    [..., num_ranges * channels] -> [..., num_ranges, channels]; ``x`` itself if ``num_ranges`` is 0.
+    """
+    return x.unflatten(-1, (num_ranges, -1)) if num_ranges else x
+
+
+def without_ranges(x: Tensor, num_ranges: int) -> Tensor:
+    """Inverse of :func:`with_ranges`."""
+    return x.flatten(-2) if num_ranges else x
+
+
 def stacked_dims_of_source(
     indexed: Sequence[int], num_index_dims: int, rank: int, stacked_dims: tuple[int, ...]
 ) -> tuple[int, ...] | None:

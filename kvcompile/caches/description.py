@@ -22,7 +22,7 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout, num_blocks
 from kvcompile.packed.cache_meta import CacheMeta
 from kvcompile.packed.pool import PackedPool, exchanged
 from kvcompile.packed.shard import PackedShard
-from kvcompile.packed.stack import PackedStack
+from kvcompile.packed.stack import PackedRanges, PackedStack
 from kvcompile.packed.tensor import PackedTensor
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -79,7 +79,15 @@ class Writer:
     def _tensor(self, tensor: Tensor, name: str) -> Any:
         if isinstance(tensor, PackedStack):
             parts = [self.describe(part, _join(name, number)) for number, part in enumerate(tensor.parts)]
-            return {"stack": name, "parts": parts, "shape": list(tensor.shape), "dims": list(tensor.stacked_dims)}
+            ranges = isinstance(tensor, PackedRanges)
+            shape = tensor.divided.shape if isinstance(tensor, PackedRanges) else tensor.shape
+            return {
+                "stack": name,
+                "parts": parts,
+                "shape": list(shape),
+                "dims": list(tensor.stacked_dims),
+                **({"ranges": True} if ranges else {}),
+            }
         if isinstance(tensor, PackedPool):
             return {
                 "pool": name,
@@ -267,7 +275,8 @@ class Reader:
         if any(list(part.shape) != rest or part.dtype != parts[0].dtype for part in parts):
             sizes = ", ".join(str(list(part.shape)) for part in parts[:3])
             raise self._contradiction(content["stack"], f"a stack {shape} of {rest}", f"parts {sizes}")
-        return PackedStack(parts, shape, dims)
+        stack = PackedStack(parts, shape, dims)
+        return PackedRanges.of(stack) if content.get("ranges") is True else stack
 
     def _pool(self, slots: Tensor, content: Mapping[str, Any]) -> PackedPool:
         shape, heads_first = [_count(size) for size in content["shape"]], content["heads_first"] is True

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kvcompile.compat.tensors import is_autograd_view, num_users
 from kvcompile.errors import KVCompileError
-from kvcompile.kernels.layout.axes import PartIndex, sizes_by_axis
+from kvcompile.kernels.layout.axes import PartIndex, sizes_by_axis, with_ranges
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import packed_of
 from kvcompile.packed.shard import PackedShard
-from kvcompile.packed.stack import PackedParts, PackedStack
+from kvcompile.packed.stack import PackedParts, PackedRanges, PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 
 _MISSED = "would not get the new tokens of a packed cache; take a clone() of it for the cache before the compiled call"
@@ -68,6 +68,7 @@ def adopt_stack(
     parts: PackedParts,
     stacked_dims: Sequence[int] | None = None,
     num_written: Mapping[PartIndex, Tensor] | None = None,
+    num_ranges: int = 0,
 ) -> PackedStack:
     """Adopts a tensor of several caches, as :func:`adopt` does for a single cache.
 
@@ -78,21 +79,24 @@ def adopt_stack(
         parts: the format and role of each packed part.
         stacked_dims: the stacked dimensions; by default the first dimensions.
         num_written: as for :func:`adopt`, for each part whose number is known.
+        num_ranges: if the parts are ranges of channels, their number; ``stacked_dims`` then counts the dimensions of
+            ``plain`` with a dimension for the ranges, before the channels.
 
     Raises:
         AdoptionError: as for :func:`adopt`.
     """
-    check_adoptable(plain, parts)
-    _swap(plain, PackedStack.from_dense(plain, parts, stacked_dims, num_written))
+    check_adoptable(plain, parts, num_ranges)
+    stack = PackedStack.from_dense(with_ranges(plain.detach(), num_ranges), parts, stacked_dims, num_written)
+    _swap(plain, PackedRanges.of(stack) if num_ranges else stack)
     assert isinstance(plain, PackedStack)
     return plain
 
 
-def check_adoptable(plain: Tensor, parts: PackedParts) -> None:
+def check_adoptable(plain: Tensor, parts: PackedParts, num_ranges: int = 0) -> None:
     """Raises the AdoptionError of :func:`adopt_stack`, or of :func:`adopt` if the only part is ``()``."""
     reason = _why_not_plain(plain)
     for index, (layout, axes) in parts.items():
-        reason = reason or _why_not_packable(plain, len(index), layout, axes)
+        reason = reason or _why_not_packable(with_ranges(plain, num_ranges), len(index), layout, axes)
     if reason is not None:
         raise _refusal(plain, reason)
 
@@ -110,7 +114,7 @@ def _refusal(plain: Tensor, reason: str) -> AdoptionError:
 
 
 def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, axes: str) -> str | None:
-    """Why ``layout`` cannot store the caches in ``plain``, whose first ``stack_dims`` dimensions are stacked."""
+    """Why ``layout`` cannot store the caches in ``plain``, which has ``stack_dims`` stacked dimensions."""
     has_dims = sizes_by_axis(plain.shape[stack_dims:], axes, layout.head_dim) is not None
     if not has_dims or not plain.is_floating_point():
         return f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim}"

@@ -87,7 +87,7 @@ def _size_of(value: Any) -> Any:
 def _are_packed_by(earlier: Compilation, inputs: Sequence[GraphInput]) -> bool:
     """Whether a call of an earlier compilation packs caches so that the next call passes ``inputs``."""
     adopted = adopted_by_input(earlier.caches, earlier.stacks)
-    dims = {stack.index: stack.dims for stack in earlier.stacks}
+    stacks = {stack.index: (stack.dims, stack.num_ranges) for stack in earlier.stacks}
 
     def becomes(before: GraphInput, now: GraphInput) -> bool:
         index = before.dynamo_index
@@ -96,9 +96,11 @@ def _are_packed_by(earlier: Compilation, inputs: Sequence[GraphInput]) -> bool:
         if index is None or before.arrives_packed or (index, before.source) != (now.dynamo_index, now.source):
             return False
         parts = adopted.get(index, {})
-        if index not in dims:
+        if index not in stacks:
             return _is_packed(now, parts.get(()))
-        return now.stack is not None and now.stack.dims == dims[index] and _are_packed(now.stack.parts, parts)
+        stack = now.stack
+        is_known = stack is not None and (stack.dims, stack.num_ranges) == stacks[index]
+        return is_known and stack is not None and _are_packed(stack.parts, parts)
 
     return len(inputs) == len(earlier.inputs) and all(map(becomes, earlier.inputs, inputs))
 

@@ -70,7 +70,7 @@ def _record(value: Any, source: str, dynamo_index: int | None = None) -> GraphIn
         return GraphInput(source, dynamo_index, is_persistent=may_pack(value, source))
     if isinstance(value, PackedStack):
         parts = {part: _record(own, "") for part, own in value.items()}
-        stack = StackInput(value.stacked_dims, parts)
+        stack = StackInput(value.stacked_dims, parts, value.num_ranges)
         return GraphInput(source, dynamo_index, stack=stack, arrives_packed=True)
     return GraphInput(source, dynamo_index, packed=packed_input(value), arrives_packed=True)
 

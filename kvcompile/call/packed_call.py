@@ -33,12 +33,12 @@ from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
 from kvcompile.compat.tensors import copy_each
 from kvcompile.errors import one_line
-from kvcompile.kernels.layout.axes import PartIndex
+from kvcompile.kernels.layout.axes import PartIndex, with_ranges, without_ranges
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.packed.in_place import store_changes
 from kvcompile.packed.pool import PackedPool, slots_of
 from kvcompile.packed.shard import PackedShard
-from kvcompile.packed.stack import PackedParts, PackedStack, stacked
+from kvcompile.packed.stack import PackedParts, PackedRanges, PackedStack, stacked
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.packed.writes import ROOM
@@ -231,9 +231,10 @@ def _joined(outputs: list[Any], stacks: Sequence[JoinedOutput]) -> list[Any]:
         parts = [outputs[place] for place in stack.places.values()]
         shape = [1 + index for index in max(stack.places)]
         if any(isinstance(part, PackedTensor) for part in parts):
-            result[stack.index] = PackedStack.of_parts(parts, shape, stack.dims)
+            whole = PackedStack.of_parts(parts, shape, stack.dims)
+            result[stack.index] = PackedRanges.of(whole) if stack.num_ranges else whole
         else:
-            result[stack.index] = stacked(parts, shape, stack.dims)
+            result[stack.index] = without_ranges(stacked(parts, shape, stack.dims), stack.num_ranges)
     return result[: len(outputs) - sum(len(stack.places) - 1 for stack in stacks)]
 
 
@@ -244,7 +245,7 @@ class Adoption:
     Attributes:
         tensor: a cache, or a stack of caches.
         parts: the parts to pack.
-        stacked_dims: the stacked dimensions.
+        stacked_dims, num_ranges: as ``dims`` and ``num_ranges`` of :class:`SplitStack`.
         num_written: the number of written tokens by part, for parts whose packing needs it and where it is known.
     """
 
@@ -252,6 +253,7 @@ class Adoption:
     parts: PackedParts
     stacked_dims: tuple[int, ...]
     num_written: Mapping[PartIndex, Tensor]
+    num_ranges: int = 0
 
 
 class InputAdoption:
@@ -260,7 +262,7 @@ class InputAdoption:
     def __init__(self, caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> None:
         """Takes the caches and the stacks of :class:`AdoptingCall`."""
         self._caches = adopted_by_input(caches, stacks)
-        self._stacked_dims = {stack.index: stack.dims for stack in stacks}
+        self._stacks = {stack.index: stack for stack in stacks}
 
     def plain_among(self, args: Sequence[Any]) -> list[Adoption]:
         """The plain tensors among the inputs of a call that :func:`adopt_all` must pack."""
@@ -268,7 +270,7 @@ class InputAdoption:
             adoption
             for index, parts in self._caches.items()
             if type(args[index]) is not PackedTensor
-            for adoption in _plain(args[index], parts, self._stacked_dims.get(index, ()), args)
+            for adoption in _plain(args[index], parts, self._stacks.get(index), args)
         ]
 
 
@@ -377,17 +379,19 @@ def adopted_by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]
     return dict(result)
 
 
-def _plain(tensor: Tensor, parts: Parts, stacked_dims: tuple[int, ...], args: Sequence[Any]) -> list[Adoption]:
+def _plain(tensor: Tensor, parts: Parts, stack: SplitStack | None, args: Sequence[Any]) -> list[Adoption]:
     """The plain tensors of an input that must be adopted before a call with ``args``."""
     if isinstance(tensor, PackedStack):
         own = dict(tensor.items())
-        return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how}, (), args)]
+        return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how}, None, args)]
     if isinstance(tensor, (PackedTensor, PackedPool, PackedShard)):
         return []
-    size = [extent for dim, extent in enumerate(tensor.shape) if dim not in stacked_dims]
+    dims, num_ranges = (stack.dims, stack.num_ranges) if stack is not None else ((), 0)
+    size = [extent for dim, extent in enumerate(with_ranges(tensor, num_ranges).shape) if dim not in dims]
     known = ((index, num_written(how, size[how.axes.index("t")], args)) for index, how in parts.items())
     written = {index: number for index, number in known if number is not None}
-    return [Adoption(tensor, {index: (how.layout, how.axes) for index, how in parts.items()}, stacked_dims, written)]
+    layouts = {index: (how.layout, how.axes) for index, how in parts.items()}
+    return [Adoption(tensor, layouts, dims, written, num_ranges)]
 
 
 def adopt_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> None:
@@ -396,12 +400,12 @@ def adopt_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> 
     With ``shard``, this process keeps only its share of the tokens of each cache. No cache is then a stack.
     """
     for plain in caches:
-        check_adoptable(plain.tensor, plain.parts)
+        check_adoptable(plain.tensor, plain.parts, plain.num_ranges)
     for plain in caches:
         if () in plain.parts:
             adopt(plain.tensor, *plain.parts[()], shard=shard, num_written=plain.num_written.get(()))
         else:
-            adopt_stack(plain.tensor, plain.parts, plain.stacked_dims, plain.num_written)
+            adopt_stack(plain.tensor, plain.parts, plain.stacked_dims, plain.num_written, plain.num_ranges)
 
 
 def _data_of(packed: PackedTensor | PackedPool) -> Tensor:

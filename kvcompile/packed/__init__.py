@@ -12,6 +12,7 @@ import kvcompile.packed.flex
 import kvcompile.packed.in_place
 import kvcompile.packed.live_view
 import kvcompile.packed.pool_ops
+import kvcompile.packed.range_ops
 import kvcompile.packed.repeated_heads
 import kvcompile.packed.saved_names
 import kvcompile.packed.shard

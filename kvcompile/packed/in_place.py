@@ -19,7 +19,7 @@ from kvcompile.packed.op_table import general_rule, written_arguments
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.repeated_heads import RepeatedHeads
 from kvcompile.packed.shard import PackedShard
-from kvcompile.packed.stack import PackedStack, unstacked
+from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.packed.writes import coordinates_of, encoded, put
@@ -126,7 +126,7 @@ def store_changes(cache: Tensor, values: Tensor) -> None:
         cache.of(copy).copy_(values)
         store_changes(cache.source, copy)
     elif isinstance(cache, PackedStack):
-        for part, own in zip(cache.parts, unstacked(values, cache.stacked_dims), strict=True):
+        for part, own in zip(cache.parts, cache.unstacked(values), strict=True):
             store_changes(part, own)
     elif isinstance(cache, PackedShard):
         store_changes(cache.local, cache.shard.select(values, cache.local.token_dim))

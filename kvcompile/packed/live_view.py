@@ -18,7 +18,7 @@ from kvcompile.compat.tensors import new_wrapper, without_modes
 from kvcompile.compat.tracing import detect_fake_mode
 from kvcompile.packed.op_table import general_rule, handles, is_view_op
 from kvcompile.packed.pool import PackedPool
-from kvcompile.packed.stack import PackedStack
+from kvcompile.packed.stack import PackedRanges, PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.packed.tracing import ends_functional_graph, is_functionalized
@@ -150,6 +150,7 @@ def _viewed(viewed: PackedSubclass, step: ViewStep, like: Tensor) -> LiveView:
 @handles(PackedTensor, aten.as_strided.default)
 @handles(PackedPool, aten.as_strided.default)
 @handles(PackedStack, aten.as_strided.default)
+@handles(PackedRanges, aten.as_strided.default)
 @handles(LiveView, aten.as_strided.default)
 def _as_strided(
     viewed: PackedSubclass, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None

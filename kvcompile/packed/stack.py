@@ -3,7 +3,8 @@
 ``PackedStack`` looks like a plain tensor with the dimensions of a cache and additional *stacked* dimensions. Each part
 is a packed cache with its own format, or a plain tensor. A selected part (``kv[0]``, ``cache[layer, 1]``, ``kv[:, 0]``,
 ``unbind``) is a view of its cache, and is read and written like any :class:`~kvcompile.packed.tensor.PackedTensor`.
-:mod:`kvcompile.packed.stack_ops` defines operators on the whole stack.
+:mod:`kvcompile.packed.stack_ops` defines operators on the whole stack. :class:`PackedRanges` is a stack whose last
+stacked dimension shares a dimension with the channels.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from kvcompile.compat.dimension_marks import mark_weakly_dynamic, pass_marks_on
 from kvcompile.compat.tensors import new_wrapper
-from kvcompile.kernels.layout.axes import CACHE_RANK, PartIndex
+from kvcompile.kernels.layout.axes import CACHE_RANK, PartIndex, with_ranges, without_ranges
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import PackedPool, packed_of, slots_of
 from kvcompile.packed.subclass import PackedSubclass
@@ -121,9 +122,16 @@ class PackedStack(PackedSubclass):
     def data_is_traced(self) -> bool:
         return any(part.data_is_traced if isinstance(part, PackedSubclass) else is_traced(part) for part in self.parts)
 
+    num_ranges = 0
+    """The number of ranges of channels that are parts; 0 if the last dimension holds the channels of one part."""
+
+    def unstacked(self, x: Tensor) -> list[Tensor]:
+        """Views of the parts of ``x``, a plain tensor of this shape, in the order of ``parts``."""
+        return unstacked(with_ranges(x, self.num_ranges), self.stacked_dims)
+
     def dequantize(self) -> Tensor:
         values = [part.dequantize() if isinstance(part, PackedSubclass) else part for part in self.parts]
-        return stacked(values, self.stack_shape, self.stacked_dims)
+        return without_ranges(stacked(values, self.stack_shape, self.stacked_dims), self.num_ranges)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         # Dynamo guards on the context, so it says how each part is packed.
@@ -147,14 +155,52 @@ class PackedStack(PackedSubclass):
             else (part.shape, part.stride())
             for part in self.parts
         ]
-        return str((self.stack_shape, self.stacked_dims, self.dtype, self.device, parts))
+        return str((self.stack_shape, self.stacked_dims, self.num_ranges, self.dtype, self.device, parts))
 
     def __repr__(self) -> str:  # type: ignore[override]
         parts = "\n".join(f"  {name}: {part!r}" for name, part in zip(self._names, self.parts, strict=True))
-        return f"PackedStack(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}',\n{parts})"
+        kind = type(self).__name__
+        return f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}',\n{parts})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild_packed_stack, (tuple(self.parts), tuple(self.shape), self.stacked_dims)
+
+
+class PackedRanges(PackedStack):
+    """A stack whose last dimension holds ranges of channels, one for each part: [..., num_ranges * channels].
+
+    Every class method and function takes the shape of :attr:`divided`, [..., num_ranges, channels].
+    """
+
+    @staticmethod
+    def __new__(
+        cls, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None
+    ) -> PackedRanges:
+        merged = (*size[:-2], size[-2] * size[-1])
+        return new_wrapper(cls, merged, dtype=parts[0].dtype, device=parts[0].device)
+
+    @property
+    def num_ranges(self) -> int:  # type: ignore[override]
+        return self.stack_shape[-1]
+
+    @property
+    def divided(self) -> PackedStack:
+        """The same parts as a stack with a dimension for the ranges. Both share their bytes."""
+        return PackedStack.of_parts(self.parts, self.stack_shape, self.stacked_dims)
+
+    @staticmethod
+    def of(stack: PackedStack) -> PackedRanges:
+        """The inverse of :attr:`divided`. The last stacked dimension must be the one before the last."""
+        return PackedRanges(stack.parts, stack.shape, stack.stacked_dims)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedRanges:
+        num_ranges = len(inner) // math.prod(size[dim] for dim in context[0][:-1])
+        divided = (*size[:-1], num_ranges, size[-1] // num_ranges)
+        return PackedRanges.of(PackedStack.__tensor_unflatten__(inner, context, divided, stride))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return rebuild_packed_ranges, (tuple(self.parts), tuple(self.divided.shape), self.stacked_dims)
 
 
 def unstacked(x: Tensor, stacked_dims: Sequence[int]) -> list[Tensor]:
@@ -179,4 +225,11 @@ def rebuild_packed_stack(
     return PackedStack(parts, size, stacked_dims)
 
 
-torch.serialization.add_safe_globals([rebuild_packed_stack])
+def rebuild_packed_ranges(
+    parts: tuple[Tensor, ...], size: tuple[int, ...], stacked_dims: tuple[int, ...]
+) -> PackedRanges:
+    """Rebuilds a saved stack of ranges. ``torch.load`` calls this function."""
+    return PackedRanges.of(PackedStack(parts, size, stacked_dims))
+
+
+torch.serialization.add_safe_globals([rebuild_packed_stack, rebuild_packed_ranges])

@@ -187,14 +187,18 @@ def _fill_(stack: Tensor, value: Any) -> Any:
 def _index_copy_(stack: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     if not isinstance(stack, PackedStack) or dim % stack.dim() in stack.stacked_dims:
         return NotImplemented
+    check_index_copy(stack, dim, index, source)
+    for part, new in _sources(stack, source, stack.stacked_dims):
+        part.index_copy_(stack.dim_of_part(dim % stack.dim()), index, new)
+    return stack
+
+
+def check_index_copy(stack: PackedStack, dim: int, index: Tensor, source: Tensor) -> None:
     expected = [*stack.shape[: dim % stack.dim()], index.numel(), *stack.shape[dim % stack.dim() + 1 :]]
     if list(source.shape) != expected:
         raise RuntimeError(
             f"index_copy_ into a stack of packed caches: source is {tuple(source.shape)}, expected {tuple(expected)}"
         )
-    for part, new in _sources(stack, source, stack.stacked_dims):
-        part.index_copy_(stack.dim_of_part(dim % stack.dim()), index, new)
-    return stack
 
 
 @handles(PackedStack, aten.index_put_.default, aten._index_put_impl_.default)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.pool import PackedPool
-from kvcompile.packed.stack import PackedStack
+from kvcompile.packed.stack import PackedRanges, PackedStack
 from kvcompile.packed.tensor import PackedTensor
 
 aten = torch.ops.aten
@@ -25,5 +25,5 @@ def _empty_like(
     return aten._to_copy.default(cache, dtype=dtype, device=device) if on_meta else NotImplemented
 
 
-for _kind in (PackedTensor, PackedPool, PackedStack):
+for _kind in (PackedTensor, PackedPool, PackedStack, PackedRanges):
     handles(_kind, aten.empty_like.default)(_empty_like)

@@ -68,7 +68,7 @@ def stored_difference(cache: object, expected: Tensor) -> str | None:
     differently for other numbers of vectors.
     """
     if isinstance(cache, PackedStack):
-        parts = zip(cache.parts, PackedStack.from_dense(expected, {}, cache.stacked_dims).parts, strict=True)
+        parts = zip(cache.parts, cache.unstacked(expected), strict=True)
         return next(filter(None, (stored_difference(own, part) for own, part in parts)), None)
     if not isinstance(cache, (PackedTensor, PackedPool)):
         return difference(cache, expected)

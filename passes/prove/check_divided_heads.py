@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcompile.passes.canonical.divide_heads import DividedHeads
+from kvcompile.passes.canonical.divide_last import Divided
 from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.prove.reads import channels_not_last
 
 
-def check_divided_heads(candidates: Sequence[Candidate], divided: DividedHeads) -> None:
+def check_divided_heads(candidates: Sequence[Candidate], divided: Divided) -> None:
     """Refuse each accepted site with a cache in ``divided`` whose order does not end in heads and channels."""
     changed = {*divided.inputs, *divided.outputs.values()}
     for candidate in candidates:

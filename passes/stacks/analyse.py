@@ -94,13 +94,14 @@ class Stack:
         return state.values[part]
 
 
-def analyse_stack(node: Node, operand: Node) -> Stack | None:
+def analyse_stack(node: Node, operand: Node, *, has_ranges: bool = False) -> Stack | None:
     """Analyse how the graph of input ``node`` uses it.
 
     Args:
         node: a placeholder.
         operand: keys or values of attention that are selected from ``node``. Their selection tells the stacked
             dimensions.
+        has_ranges: whether the dimension before the last counts ranges of channels, so that it is stacked.
 
     Returns:
         The stack; None if ``node`` has no more dimensions than a cache.
@@ -109,9 +110,9 @@ def analyse_stack(node: Node, operand: Node) -> Stack | None:
         NotAStack: the graph uses the further dimensions in another way.
     """
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dim() <= CACHE_RANK:
+    if not isinstance(value, Tensor) or (value.dim() <= CACHE_RANK and not has_ranges):
         return None
-    stack = Stack(node, _stacked_dims(node, operand))
+    stack = Stack(node, _stacked_dims(node, operand, has_ranges))
     # The number of layers is a constant of the model. Where sizes are symbols, int() guards on it, which is intended.
     sizes = [int(shape_of(node)[dim]) for dim in stack.dims]
     parts = itertools.product(*map(range, sizes))
@@ -186,15 +187,18 @@ def _is_input(stack: Stack, value: Value) -> bool:
     return isinstance(value, Initial) or value.op == "placeholder"
 
 
-def _stacked_dims(node: Node, operand: Node) -> tuple[int, ...]:
+def _stacked_dims(node: Node, operand: Node, has_ranges: bool) -> tuple[int, ...]:
     """The dimensions of input ``node`` that constants index on the way to ``operand``; else its first dimensions."""
     index_map = IndexMap.identity(shape_of(node))
+    rank = len(index_map.base)
     for user in states_of(operand)[1:]:
         viewed = follow(index_map, user)
         keeps_dims = viewed is not None or len(shape_of(user)) == len(index_map.dims)
         if user.target not in RULES or not keeps_dims:
             break
         index_map = viewed or index_map
-        if len(index_map.dims) == CACHE_RANK:
-            return tuple(axis for axis in range(len(index_map.base)) if not index_map.factors(axis))
-    return tuple(range(len(shape_of(node)) - CACHE_RANK))
+        selected = tuple(axis for axis in range(rank) if not index_map.factors(axis))
+        is_part = len(index_map.dims) <= CACHE_RANK and rank - 2 in selected
+        if is_part if has_ranges else len(index_map.dims) == CACHE_RANK:
+            return selected
+    return (rank - 2,) if has_ranges else tuple(range(rank - CACHE_RANK))

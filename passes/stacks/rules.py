@@ -180,7 +180,7 @@ def _index_put(reader: Reader, user: Node) -> State:
 def _indices(
     user: Node, state: State, indices: Sequence[Node | None], rank: int
 ) -> tuple[list[Node | None], dict[int, Node]]:
-    """The index of every dimension of parts (or None), and all indices by dimension; raises NotAStack.
+    """The index of every dimension of parts up to the last index, and all indices by dimension; raises NotAStack.
 
     It raises for indices of stacked dimensions, and for masks: a mask indexes several dimensions, which no write of
     tokens does.
@@ -190,7 +190,8 @@ def _indices(
     masks = any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in given.values())
     if masks or not given or not given.keys().isdisjoint(state.dims):
         raise NotAStack(user)
-    return [index for dim, index in enumerate(of_parts) if dim not in state.dims], given
+    last = max(given)
+    return [index for dim, index in enumerate(of_parts[: last + 1]) if dim not in state.dims], given
 
 
 def _constant(user: Node, index: Any, size: int) -> int:

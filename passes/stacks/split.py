@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from kvcompile.compat.pytree import tree_map_only
 from kvcompile.kernels.layout.axes import PartIndex
-from kvcompile.passes.calling import JoinedOutput, Rewritten, SplitStack
+from kvcompile.passes.calling import JoinedOutput, Rewritten, SplitStack, StackInput
+from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.inline import insert_call, size_node
 from kvcompile.passes.graph.refused_inputs import note_refusal
 from kvcompile.passes.graph.states import first_state
@@ -30,14 +31,18 @@ aten = torch.ops.aten
 
 
 def split_stacks(
-    gm: GraphModule, example_inputs: list[Any], packed_stacks: Mapping[int, tuple[int, ...]]
+    gm: GraphModule,
+    example_inputs: list[Any],
+    packed_stacks: Mapping[int, StackInput],
+    ranges: Collection[Node],
 ) -> tuple[SplitStack, ...]:
     """Split the stacks among the inputs of ``gm`` that hold keys or values of attention; changes ``gm`` in place.
 
     Args:
         gm: functional ATen graph with markers.
         example_inputs: its fake inputs; changed in place like the inputs of ``gm``.
-        packed_stacks: the inputs that arrive as packed stacks, with their stacked dimensions.
+        packed_stacks: the inputs that arrive as packed stacks.
+        ranges: the inputs whose ranges of channels have been divided.
     """
     calls = [Marker.of(node) for node in markers_of(gm.graph)]
     attended = {first_state(operand): operand for call in calls for operand in (call.key, call.value)}
@@ -45,12 +50,18 @@ def split_stacks(
     split = []
     for index, placeholder in enumerate(placeholders):
         try:
-            stack = analyse_stack(placeholder, attended[placeholder]) if placeholder in attended else None
+            has_ranges = placeholder in ranges
+            operand = attended.get(placeholder)
+            stack = None if operand is None else analyse_stack(placeholder, operand, has_ranges=has_ranges)
         except NotAStack as refusal:
             note_refusal(placeholder, refusal)  # for the sites that read it
             continue
-        if stack is not None and stack.used and packed_stacks.get(index, stack.dims) == stack.dims:
-            split.append(_Splitter(gm, stack, index, example_inputs).split())
+        if stack is None or not stack.used:
+            continue
+        num_ranges = int(shape_of(placeholder)[-2]) if has_ranges else 0
+        known = packed_stacks.get(index)
+        if known is None or (known.dims, known.num_ranges) == (stack.dims, num_ranges):
+            split.append(_Splitter(gm, stack, index, example_inputs, num_ranges).split())
     return tuple(split)
 
 
@@ -80,12 +91,13 @@ def contiguous_parts(gm: GraphModule, rewritten: Rewritten, packed_stacks: Colle
 class _Splitter:
     """Replaces one stack by its parts."""
 
-    def __init__(self, gm: GraphModule, stack: Stack, index: int, example_inputs: list[Any]) -> None:
-        """``index``: position of the stack among ``example_inputs``."""
+    def __init__(self, gm: GraphModule, stack: Stack, index: int, example_inputs: list[Any], num_ranges: int) -> None:
+        """``index``: position of the stack among ``example_inputs``; ``num_ranges`` as in :class:`SplitStack`."""
         self._graph = gm.graph
         self._stack = stack
         self._index = index
         self._example_inputs = example_inputs
+        self._num_ranges = num_ranges
         self._places: dict[PartIndex, int] = {}
         self._inputs: dict[PartIndex, Node] = {}
         self._made: dict[Made, Node] = {}
@@ -95,7 +107,7 @@ class _Splitter:
             self._add_input(part)
         returned = tuple(self._return(place, state) for place, state in self._stack.returned.items())
         self._replace_uses()
-        return SplitStack(self._index, self._stack.dims, self._places, returned)
+        return SplitStack(self._index, self._stack.dims, self._places, returned, self._num_ranges)
 
     def _add_input(self, part: PartIndex) -> None:
         stack, first = self._stack.node, not self._places
@@ -129,7 +141,7 @@ class _Splitter:
         # Inductor keeps the strides of the outputs in this list. The caller joins the parts to a new tensor instead.
         visible = output.meta.get("user_visible_output_idxs", ())
         output.meta["user_visible_output_idxs"] = [index for index in visible if index != place]
-        return JoinedOutput(place, tuple(sorted(state.dims)), places)
+        return JoinedOutput(place, tuple(sorted(state.dims)), places, self._num_ranges)
 
     def _replace_uses(self) -> None:
         """Let the graph use the parts, and erase the stack and all nodes that hold several parts."""

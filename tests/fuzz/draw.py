@@ -188,7 +188,8 @@ def programs(
     tokens = draw(st.sampled_from(_steps_of(kind, twisted)))
     sizes = draw(all_sizes(axes, kind))
     count = draw(usually(1, [2]))
-    stack = draw(usually("none", STACKS)) if kind == STATIC and len(axes) == 4 and not lossy else "none"
+    stacks = [stack for stack in STACKS if stack != "ranges" or axes.endswith("d")]
+    stack = draw(usually("none", stacks)) if kind == STATIC and len(axes) == 4 and not lossy else "none"
     # Attention of rank 3 gives the query's own rank, so that all layers of a program fit each other.
     memory = "own"
     if twisted and kind not in POOLS:

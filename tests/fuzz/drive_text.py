@@ -188,7 +188,9 @@ class _Drive:
         if layer.kind == PAGES:
             of_axis["t"] = BLOCK_SIZE
         shape = [of_axis[axis] for axis in layer.axes]
-        if name.startswith("kv"):
+        if name.startswith("kv") and self.program.stack == "ranges":
+            shape[-1] *= 2
+        elif name.startswith("kv"):
             shape.insert(1 if self.program.stack == "second" else 0, 2)
         return shape
 

@@ -14,7 +14,7 @@ from fuzz.fault import Fault, Faulty, collecting
 from kvcompile.call import adoption
 from kvcompile.packed import tensor
 from kvcompile.passes import pipeline
-from kvcompile.passes.canonical import divide_heads
+from kvcompile.passes.canonical import divide_heads, divide_last
 from kvcompile.passes.graph import inline, regions
 from kvcompile.passes.mark import read_attention
 from kvcompile.passes.prove import find, formats, writes
@@ -26,15 +26,15 @@ fault = collecting(FORMS)
 # Merged heads
 
 
-@fault(divide_heads, "_states")
+@fault(divide_heads, "other_copy")
 def heads_are_divided_though_other_values_are_copied_into_the_cache(original: Faulty) -> Faulty:
-    return lambda first: original(first) or [first]
+    return lambda states: None
 
 
-@fault(pipeline, "merge_heads")
+@fault(pipeline, "merge_last")
 def plain_caches_get_their_merged_heads_back_in_reverse(original: Faulty) -> Faulty:
     def faulty(graph: Any, divided: Any) -> None:
-        with mock.patch.object(divide_heads, "_merged", lambda x: x.flip(-2).flatten(-2)):
+        with mock.patch.object(divide_last, "_merged", lambda x: x.flip(-2).flatten(-2)):
             original(graph, divided)
 
     return faulty

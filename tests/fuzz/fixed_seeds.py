@@ -115,6 +115,7 @@ def corner_programs() -> list[Program]:
         replace(first, layers=(layer, layer), operators=False),
         replace(first, stack="first"),
         replace(first, stack="unbind"),
+        replace(first, stack="ranges"),
     ]
     # Half of them begin with packed caches, so that one graph is compiled instead of two.
     return [replace(each, starts_packed=number % 2 == 0) for number, each in enumerate(programs)]

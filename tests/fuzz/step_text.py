@@ -106,7 +106,13 @@ SOFTMAXES = {
     "log_softmax": ["weights = F.log_softmax(scores, dim=-1).exp()"],
 }
 
-STACKS = {"none": "", "first": "[{role}]", "second": "[:, {role}]", "unbind": ".unbind(0)[{role}]"}
+STACKS = {
+    "none": "",
+    "first": "[{role}]",
+    "second": "[:, {role}]",
+    "unbind": ".unbind(0)[{role}]",
+    "ranges": ".chunk(2, -1)[{role}]",
+}
 """How keys and values are taken from one tensor."""
 
 
@@ -236,7 +242,8 @@ def _reorder(program: Program, number: int, place: str) -> list[str]:
     if how is None or how.place != place:
         return []
     if program.stack != "none" and how.of_stack:
-        axes = layer.axes[:1] + "s" + layer.axes[1:] if program.stack == "second" else "s" + layer.axes
+        places = {"second": layer.axes[:1] + "s" + layer.axes[1:], "ranges": layer.axes}
+        axes = places.get(program.stack, "s" + layer.axes)
         return [reorder(f"kv{number}", axes, how.form, False)]
     return [reorder(f"{role}{number}", layer.axes, how.form, layer.kind in RETURNED) for role in how.roles]
 
