@@ -15,11 +15,11 @@ from kvcompile.packed.in_place import changes_tensor
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.op_table import is_view_op
 from kvcompile.packed.pool import PackedPool
-from kvcompile.packed.stack import PackedStack
+from kvcompile.packed.stack import PackedRanges, PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 
-CLASSES: tuple[type[PackedSubclass], ...] = (PackedTensor, PackedPool, PackedStack, LiveView)
+CLASSES: tuple[type[PackedSubclass], ...] = (PackedTensor, PackedPool, PackedStack, PackedRanges, LiveView)
 
 
 def operators() -> str:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvcompile.packed.memory import cache_nbytes as cache_nbytes
     from kvcompile.packed.pool import PackedPool as PackedPool
     from kvcompile.packed.shard import PackedShard as PackedShard
+    from kvcompile.packed.stack import PackedRanges as PackedRanges
     from kvcompile.packed.stack import PackedStack as PackedStack
     from kvcompile.packed.tensor import PackedTensor as PackedTensor
     from kvcompile.policy.policy import Policy as Policy
@@ -60,6 +61,7 @@ _HOME = {
     "PackagedStep": "packaging.load",
     "PackedPool": "packed.pool",
     "PackedShard": "packed.shard",
+    "PackedRanges": "packed.stack",
     "PackedStack": "packed.stack",
     "PackedTensor": "packed.tensor",
     "Policy": "policy.policy",

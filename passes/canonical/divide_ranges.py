@@ -79,16 +79,23 @@ def _inputs(graph: Graph) -> dict[Node, int]:
             first, *states = states_of(operand)
             if first.op == "placeholder" and (channels := _channels(first, states)) is not None:
                 ranges.setdefault(first, set()).add(channels)
-    widths = {first: {*map(len, keys[first] | values[first])} for first in keys if first in values}
-    return {
-        first: sizes.pop()
-        for first, sizes in widths.items()
-        if len(sizes) == 1 and keys[first].isdisjoint(values[first])
-    }
+    inputs: dict[Node, int] = {}
+    for first in (first for first in keys if first in values):
+        width = max(map(len, keys[first] | values[first]))  # attention may read the first channels of a range
+        of_keys, of_values = ({_range_of(channels, width) for channels in read[first]} for read in (keys, values))
+        is_divided = None not in of_keys | of_values and of_keys.isdisjoint(of_values)
+        if is_divided and shape_of(first)[-1] % width == 0:
+            inputs[first] = width
+    return inputs
+
+
+def _range_of(channels: range, width: int) -> int | None:
+    """The number of the range of ``width`` channels in which ``channels`` lie; None if they lie in several."""
+    return channels[0] // width if channels[0] // width == channels[-1] // width else None
 
 
 def _channels(first: Node, states: Sequence[Node]) -> range | None:
-    """The channels that the last of ``states`` reads, if they are one of several equal ranges of ``first``."""
+    """The channels of ``first`` that the last of ``states`` reads, if it reads only some."""
     size = shape_of(first)[-1:]
     whole = [place for place, node in enumerate(states) if _keeps_channels(node, first)]
     chain = states[whole[-1] + 1 :] if whole else states
@@ -97,9 +104,7 @@ def _channels(first: Node, states: Sequence[Node]) -> range | None:
         return None
     last = len(index_map.base) - 1
     bounds = _bounds(index_map, last)
-    if bounds is None or len(bounds) == size[0] or size[0] % len(bounds) or bounds.start % len(bounds):
-        return None
-    return bounds
+    return bounds if bounds and len(bounds) < size[0] else None
 
 
 def _keeps_channels(node: Node, first: Node) -> bool:
@@ -145,9 +150,7 @@ def _number(index_map: IndexMap, width: int) -> int | None:
     """The number of the only range that a view reads; None if it reads several."""
     bounds = _bounds(index_map, len(index_map.base) - 1)
     repeats = any(factor.axis is None for dim in index_map.dims for factor in dim)
-    if not bounds or bounds[0] // width != bounds[-1] // width or repeats:
-        return None
-    return bounds[0] // width
+    return None if not bounds or repeats else _range_of(bounds, width)
 
 
 def _slice_of(index_map: IndexMap, axis: int) -> Factor | None:

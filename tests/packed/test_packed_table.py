@@ -15,7 +15,7 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.repeated_heads import RepeatedHeads
-from kvcompile.packed.stack import PackedStack
+from kvcompile.packed.stack import PackedRanges, PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(path for folder in ("packed", "caches") for path in (ROOT / "kvcompile" / folder).glob("*.py"))
 
 
-@pytest.mark.parametrize("packed_type", [PackedTensor, PackedPool, PackedStack, LiveView, RepeatedHeads])
+@pytest.mark.parametrize("packed_type", [PackedTensor, PackedPool, PackedStack, PackedRanges, LiveView, RepeatedHeads])
 def test_the_page_names_every_operator_with_a_handler(packed_type: type[PackedSubclass]) -> None:
     page = (ROOT / "docs" / "packed_tensors.md").read_text(encoding="utf-8")
     table = page.partition("## What each operator does")[2].partition("## What is refused")[0]
@@ -38,7 +38,9 @@ def caches() -> dict[type[PackedSubclass], PackedSubclass]:
     cache = PackedTensor.from_dense(torch.randn(2, 3, 5, 16), layout)
     stack = PackedStack.from_dense(torch.randn(2, 2, 3, 5, 16), {(0,): (layout, "bhtd"), (1,): (layout, "bhtd")})
     pool = PackedPool.from_dense(torch.randn(4, 64, 3, 16), layout, heads_first=False)
-    return {PackedTensor: cache, PackedPool: pool, PackedStack: stack, LiveView: cache[:, :, ::2]}
+    ranges = PackedRanges.of(PackedStack.of_parts([cache.clone(), cache.clone()], (2,), (3,)))
+    view = cache[:, :, ::2]
+    return {PackedTensor: cache, PackedPool: pool, PackedStack: stack, PackedRanges: ranges, LiveView: view}
 
 
 @pytest.mark.parametrize("packed_type", packed_parts.CLASSES)
