@@ -32,6 +32,9 @@ without_modes = _disable_current_modes
 # dispatcher takes Python's GIL again, so a collective that waits for a thread of Gloo would deadlock.
 without_python_dispatcher = no_python_dispatcher
 
+# Whether a tensor is wrapped by ``torch.vmap`` or another transform of ``torch.func``, and hides a dimension.
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 

@@ -3,7 +3,8 @@
 Attention is a call of ``F.scaled_dot_product_attention`` or ``flex_attention``
 (:mod:`kvcompile.passes.mark.read_flex`), or it is written out in matrix products and a softmax
 (:mod:`kvcompile.passes.mark.match`). Attention that cannot be computed on packed caches gets a marker with the reason.
-:mod:`kvcompile.passes.marker` defines markers.
+:mod:`kvcompile.passes.marker` defines markers. Attention under ``torch.vmap`` gets none: a marker has no rule for the
+dimension that ``vmap`` hides.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvcompile.compat.operators import flex_attention, scaled_dot_product_attention
+from kvcompile.compat.tensors import is_transformed
 from kvcompile.passes.graph.modules import module_name
 from kvcompile.passes.mark.calls import value_of
 from kvcompile.passes.mark.match import match_attention
@@ -52,6 +55,9 @@ def mark_attention(gm: GraphModule) -> int:
 
 def _writer(node: Node, written: dict[Node, WrittenAttention]) -> Callable[[GraphWriter], Node] | None:
     """The function that inserts the marker of the attention with output ``node``; None if it is not such an output."""
+    value = value_of(node)
+    if isinstance(value, Tensor) and is_transformed(value):
+        return None
     if node in written:
         return lambda writer: write_marker(writer, written[node], module_name(node))
     if is_attention(node):
