@@ -33,7 +33,7 @@ from kvcompile.passes.graph.permutations import (
 )
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.graph.sizes_from_data import has_size_from_data
-from kvcompile.passes.graph.states import first_state
+from kvcompile.passes.graph.states import first_state, states_of
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention, ComputedRead, Kind
 from kvcompile.passes.prove.cache_write import CacheWrite
@@ -78,6 +78,7 @@ class CacheFinder:
         self.outputs = frozenset(node for node in self.output.args[0] if isinstance(node, Node))
         copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
         self.kept = self.outputs.union(copy.args[1] for copy in copies)
+        self.kept_states = {state for node in self.kept for state in states_of(node)}
         self.windows = windows_of(self.output)
         self.dropping = frozenset(window.slice for window in self.windows.values() if window.drops_appended)
         self.packed_inputs = packed_inputs
@@ -138,6 +139,8 @@ class CacheFinder:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dim() != 4 or not value.is_floating_point() or is_marker(node):
             return False
+        if self._is_changed_copy(node):
+            return False
         packed = self.packed_inputs.get(node)
         if node in self.outputs or node in self.windows or (packed is not None and "b" in packed.axes):
             return True
@@ -180,6 +183,8 @@ class CacheFinder:
         if root.target is GATHER_SLOTS:
             return trace_read(operand, self.dropping, role)
         check_whole(root, role)
+        if self._is_changed_copy(root):
+            raise no_cache(root, role, self.later_states)
         if (_holds_tokens(root) and not self._are_copied_rows(root, chain)) or root in self.dropping:
             read = trace_read(operand, self.dropping, role)
             states, writes = self._history(read, role)
@@ -192,6 +197,11 @@ class CacheFinder:
             check_not_returned_whole(root, role, returned)
             raise no_cache(root, role, self.later_states)
         return trace_read(operand, returned, role)
+
+    def _is_changed_copy(self, node: Node) -> bool:
+        """Whether ``node`` is a changed copy of a cache that the graph writes and keeps without this change."""
+        written = (state for state in states_of(node)[:-1] if state.target in WRITE_OPS)
+        return node not in self.kept_states and not self.kept_states.isdisjoint(written)
 
     def _are_copied_rows(self, root: Node, chain: Sequence[Node]) -> bool:
         """Whether attention reads a copy of an input that holds no known cache, and the graph returns the copy."""

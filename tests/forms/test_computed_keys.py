@@ -165,6 +165,12 @@ def normalised_and_repeated(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, value
     return attend(q, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), pos)
 
 
+def unwritten_keys_are_zeroed(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    is_written = torch.arange(MAX_LEN)[:, None] <= pos[-1]
+    return attend(q, torch.where(is_written, keys, 0.0), values, pos)
+
+
 STEPS_OF = {compute: static_step(compute) for compute in COMPUTED}
 STATIC = {
     **dict.fromkeys(STEPS_OF.values(), "bhtd"),
@@ -172,8 +178,13 @@ STATIC = {
     written_through_a_view: "bthd",
     repeated_and_written_out: "bhtd",
     normalised_and_repeated: "bthd",
+    unwritten_keys_are_zeroed: "bhtd",
 }
-UNPROVEN = [*(STEPS_OF[compute] for compute in (normalise, normalise_and_rotate, layer_norm)), normalised_and_repeated]
+UNPROVEN = [
+    *(STEPS_OF[compute] for compute in (normalise, normalise_and_rotate, layer_norm)),
+    normalised_and_repeated,
+    unwritten_keys_are_zeroed,
+]
 IDS = [*(compute.__name__ for compute in COMPUTED), *(step.__name__ for step in [*STATIC][len(COMPUTED) :])]
 
 
@@ -341,6 +352,26 @@ def other_tokens_take_part(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values
     return attend(q, keys + torch.cat([keys[:, :, -1:], keys[:, :, :-1]], 2), values, pos)
 
 
+def tokens_of_a_copy_are_zeroed(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    keys = keys.clone()
+    keys[:, :, 0] = 0
+    return attend(q, keys, values, pos)
+
+
+def a_head_of_a_copy_is_zeroed(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    keys = keys.clone()
+    keys[:, 0] = 0
+    return attend(q, keys, values, pos)
+
+
+def unwritten_tokens_are_zeroed(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    is_written = torch.arange(MAX_LEN)[:, None] <= pos[-1]
+    return attend(q, torch.where(is_written, keys, 0.0), torch.where(is_written, values, 0.0), pos)
+
+
 def tokens_are_sorted(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
     keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
     return attend(q, keys.sort(2).values, values, pos)
@@ -369,6 +400,9 @@ UNSAFE: dict[Step, str] = {
     the_values_are_computed_too: "computed_from_cache",
     other_heads_take_part: "computed_from_cache",
     other_tokens_take_part: "computed_from_cache",
+    tokens_of_a_copy_are_zeroed: "computed_from_cache",
+    a_head_of_a_copy_is_zeroed: "computed_from_cache",
+    unwritten_tokens_are_zeroed: "computed_from_cache",
     tokens_are_sorted: "computed_from_cache",
     another_graph_computes_the_keys: "computed_from_cache",
     keys_are_computed_from_the_values: "computed_from_cache",

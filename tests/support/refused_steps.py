@@ -269,7 +269,7 @@ UNSAFE: dict[Callable[..., Any], str] = {
     write_that_depends_on_the_channel: "unknown_write",
     sequences_in_another_order: "computed_from_cache",
     heads_in_another_order: "computed_from_cache",
-    tokens_in_another_order_for_this_attention: "not_written_back",
+    tokens_in_another_order_for_this_attention: "computed_from_cache",
     write_through_a_view_of_the_storage: "unknown_write",
     the_graph_depends_on_data_in_between: "plain_read_only",
     new_keys_returned_beside_a_view: "escaping_view",
