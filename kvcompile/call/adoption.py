@@ -85,18 +85,22 @@ def adopt_stack(
     Raises:
         AdoptionError: as for :func:`adopt`.
     """
-    check_adoptable(plain, parts, num_ranges)
+    check_adoptable(plain, parts, stacked_dims, num_ranges)
     stack = PackedStack.from_dense(with_ranges(plain.detach(), num_ranges), parts, stacked_dims, num_written)
     _swap(plain, PackedRanges.of(stack) if num_ranges else stack)
     assert isinstance(plain, PackedStack)
     return plain
 
 
-def check_adoptable(plain: Tensor, parts: PackedParts, num_ranges: int = 0) -> None:
+def check_adoptable(
+    plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] | None = None, num_ranges: int = 0
+) -> None:
     """Raises the AdoptionError of :func:`adopt_stack`, or of :func:`adopt` if the only part is ``()``."""
     reason = _why_not_plain(plain)
     for index, (layout, axes) in parts.items():
-        reason = reason or _why_not_packable(with_ranges(plain, num_ranges), len(index), layout, axes)
+        dims = range(len(index)) if stacked_dims is None else stacked_dims
+        shape = [size for dim, size in enumerate(with_ranges(plain, num_ranges).shape) if dim not in dims]
+        reason = reason or _why_not_packable(plain, shape, layout, axes)
     if reason is not None:
         raise _refusal(plain, reason)
 
@@ -113,9 +117,9 @@ def _refusal(plain: Tensor, reason: str) -> AdoptionError:
     return AdoptionError(f"cache of shape {tuple(plain.shape)}, {plain.dtype}, was not packed: {reason}")
 
 
-def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, axes: str) -> str | None:
-    """Why ``layout`` cannot store the caches in ``plain``, which has ``stack_dims`` stacked dimensions."""
-    has_dims = sizes_by_axis(plain.shape[stack_dims:], axes, layout.head_dim) is not None
+def _why_not_packable(plain: Tensor, shape: Sequence[int], layout: PackedLayout, axes: str) -> str | None:
+    """Why ``layout`` cannot store the caches of ``shape`` in ``plain``."""
+    has_dims = sizes_by_axis(shape, axes, layout.head_dim) is not None
     if not has_dims or not plain.is_floating_point():
         return f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim}"
     if (reason := layout.unsupported(plain.dtype)) is not None:

@@ -400,7 +400,7 @@ def adopt_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> 
     With ``shard``, this process keeps only its share of the tokens of each cache. No cache is then a stack.
     """
     for plain in caches:
-        check_adoptable(plain.tensor, plain.parts, plain.num_ranges)
+        check_adoptable(plain.tensor, plain.parts, plain.stacked_dims, plain.num_ranges)
     for plain in caches:
         if () in plain.parts:
             adopt(plain.tensor, *plain.parts[()], shard=shard, num_written=plain.num_written.get(()))

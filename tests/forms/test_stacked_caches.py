@@ -21,6 +21,7 @@ from stack_forms import (
     NUM_KV_HEADS,
     POLICY,
     Step,
+    after_the_channels,
     assert_close,
     assignment,
     attend,
@@ -85,6 +86,14 @@ def test_every_form_equals_eager_code_on_packed_caches_and_frees_the_plain_tenso
         placeholders = graph.find_nodes(op="placeholder")
         assert len(placeholders) == len(packed_parts(fn)) + 4
         assert all(node.meta["val"].dim() <= 4 for node in placeholders)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_parts_behind_the_channels_are_packed() -> None:
+    cache, args = plain_stack(after_the_channels), inputs(6, 3)
+    reference = packed_stack(after_the_channels, cache)
+    assert_close(compiled(after_the_channels)(cache, *args), after_the_channels(reference, *args))
+    assert isinstance(cache, PackedStack)
 
 
 @pytest.mark.usefixtures("without_code_generation")

@@ -87,6 +87,12 @@ def tokens_before_heads(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor
     return attend(q, kv[0].transpose(1, 2), kv[1].transpose(1, 2), pos)
 
 
+@form(dims=(4,))
+def after_the_channels(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    kv[..., 0].index_copy_(2, pos, k), kv[..., 1].index_copy_(2, pos, v)
+    return attend(q, kv[..., 0], kv[..., 1], pos)
+
+
 @form(dims=(0, 1), sizes=(LAYERS, 2), role_axis=1)
 def by_layer(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     for layer in range(LAYERS):
