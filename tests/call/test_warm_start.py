@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from decode_steps import growing_step, step
+from digest_program import INPUT, SITE, digest, in_this_process, packed_input
+from ranks import call_ranks
 from shared_fixtures import with_code_of_operators
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -23,16 +22,14 @@ from torch._inductor.utils import fresh_cache
 
 import kvcompile
 from kvcompile.call import earlier
-from kvcompile.call.digest import code_of, digest_of
+from kvcompile.call.digest import code_of
 from kvcompile.compat.autograd_cache import CAN_STORE
 from kvcompile.kernels import formats
 from kvcompile.kernels.formats.int8 import Int8
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.calling import GraphInput, InputAction, PackedInput
-from kvcompile.passes.notes.calls import Call
+from kvcompile.passes.calling import InputAction
 from kvcompile.passes.site import Site
-from kvcompile.policy.policy import Policy
 
 INT8 = "int8_per_token_head"
 HEADS, HEAD_DIM, MAX_LEN = 2, 32, 70
@@ -270,21 +267,6 @@ def test_an_earlier_compilation_serves_exactly_the_caches_that_its_calls_pack(
 
 # The digest
 
-SITE = Site("model.layers.0.self_attn", 0, "sdpa")
-INPUT = GraphInput("L['cache'].layers[0].keys", 0)
-
-
-def digest(
-    policy: Any = INT8, site: Site = SITE, known: GraphInput = INPUT, conceals: bool = False, line: int = 12
-) -> str | None:
-    return digest_of(
-        Policy.load(policy), [site], [known], conceals, [Call("F.sdpa(q, k, v)", f"model.py:{line}"), None]
-    )
-
-
-def packed_input(format_name: str = "int8_per_token_head", axes: str = "bhtd", growing: bool = False) -> GraphInput:
-    return replace(INPUT, packed=PackedInput(PackedLayout(format_name, "key", 64), axes, growing), arrives_packed=True)
-
 
 def static_scales(folder: Path, largest: float) -> dict[str, Any]:
     path = folder / "scales.json"
@@ -335,9 +317,10 @@ def test_code_with_a_format_of_the_user_is_not_stored(monkeypatch: pytest.Monkey
     assert digest() is None
 
 
-def test_the_digest_is_the_same_in_every_process() -> None:
-    code = "from test_warm_start import digest, packed_input; print(digest(known=packed_input()))"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == digest(known=packed_input())
+def test_the_digest_is_the_same_in_every_process(tmp_path: Path) -> None:
+    output, log = tmp_path / "digest.json", tmp_path / "log"
+    assert call_ranks("digest_program.py", 1, "cpu", output, log=log) == 0, log.read_text()
+    found, hash_of_text = json.loads(output.read_text())
+    own, own_hash = in_this_process()
+    assert hash_of_text != own_hash, "the processes order sets alike"
+    assert found == own is not None

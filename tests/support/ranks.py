@@ -33,13 +33,17 @@ def save_results(result: Any, output: Path) -> None:
     dist.destroy_process_group()
 
 
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONHASHSEED": "7"}
+"""Of the server. Its hashes of texts differ from those of this process, which are random."""
+
+
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """The process whose forks are the ranks of all programs, ``forked_ranks.py``. It ends with this one."""
     search = os.pathsep.join(filter(None, [*sys.path, str(SUPPORT)]))
     server = subprocess.Popen(
         [sys.executable, str(SUPPORT / "forked_ranks.py")],
-        env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": search},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     atexit.register(server.communicate)
