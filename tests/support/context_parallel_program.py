@@ -28,6 +28,9 @@ STEPS = (70, 58, *[1] * 12, 58)
 """New tokens of each step. The first is a prompt that ends within the second block; the last fills the cache. A decode
 step begins the third block. Three sizes make three graphs."""
 
+FEW_SIZES = (186, *[1] * 12)
+"""The same with a prompt that ends within the third block, for two graphs: no chunk is written to a packed cache."""
+
 
 class Model(torch.nn.Module):
     """Attention with a cache of fixed size, a mask, and sinks."""
@@ -83,12 +86,17 @@ MODELS: dict[str, type[Model]] = {
 CASES = [(name, "float32") for name in MODELS] + [("mask", "int4_per_token_head")]
 
 
+def steps_of(name: str, policy: str, num_ranks: int) -> tuple[int, ...]:
+    """The steps of a case. Two ranks write chunks to packed caches at common positions, and at those of sequences."""
+    return STEPS if num_ranks > 2 or (policy == "float32" and name in ("mask", "per sequence")) else FEW_SIZES
+
+
 @torch.no_grad()
-def outputs(model: Model, step: Any) -> list[Tensor]:
-    """The outputs of all steps on random queries, keys and values, the same in every process."""
+def outputs(model: Model, step: Any, steps: tuple[int, ...] = STEPS) -> list[Tensor]:
+    """The outputs of all ``steps`` on random queries, keys and values, the same in every process."""
     generator = torch.Generator().manual_seed(1)
     device, begin, results = model.keys.device, 0, []
-    for count in STEPS:
+    for count in steps:
         shapes = ((BATCH, heads, count, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
         new = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
         results.append(step(*new, torch.arange(begin, begin + count, device=device)).cpu())
@@ -113,7 +121,8 @@ def run(name: str, policy: str, device: str, ranks: Any) -> dict[str, Any]:
     backend = kvcompile.kvquant(policy=policy, context_parallel=ranks, on_unsupported="error")
     operators = (name, policy) != CASES[0]  # the plain PyTorch of attention is traced in one case
     with _generating_code(device, operators), kvcompile.collect_reports() as report:
-        results = outputs(model, torch.compile(model, backend=backend, dynamic=False))
+        steps = steps_of(name, policy, dist.get_world_size())
+        results = outputs(model, torch.compile(model, backend=backend, dynamic=False), steps)
     return {
         "outputs": results,
         "keys": model.keys.dequantize().cpu(),
