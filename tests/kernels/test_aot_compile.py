@@ -30,6 +30,19 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 ROTATED_INT4 = "int4_per_token_head"
 
 
+def without_compiling(monkeypatch, *launchers):
+    """Only count the kernels of ``launchers``, pairs of a module and the name of a kernel that other tests compile."""
+    for module, name in launchers:
+        monkeypatch.setattr(module, f"launch_{name}", launcher.Launcher(CountOnly(None)))
+
+
+@pytest.fixture
+def attending(compiled, monkeypatch):
+    """``compiled`` without the kernels around attention, which other tests of this folder compile."""
+    without_compiling(monkeypatch, (launch, "combine"), (launch, "visible_range"))
+    return compiled
+
+
 def attend(key, value, *, q_len=1, kv_len=1000, group_size=4, head_dim=128, dtype=torch.bfloat16, mask=None,
            is_causal=False, sinks=None, softcap=0.0, has_factors=False):  # fmt: skip
     """Launch attention with these arguments; ``has_factors`` multiplies keys by factors."""
@@ -76,10 +89,10 @@ def test_decoding_compiles_to_a_loop_without_spills_and_stalling_loads(format_na
 @pytest.mark.parametrize(
     "format_name", [INT8, *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4_unrotated", "fp8_e4m3"))]
 )
-def test_factors_of_keys_are_loaded_ahead_and_multiply_keys_in_registers(format_name, compiled):
+def test_factors_of_keys_are_loaded_ahead_and_multiply_keys_in_registers(format_name, attending):
     attend(format_name, format_name, has_factors=True)
-    assert not compiled["attention"]
-    (kernel,) = compiled["attention_with_factors"]
+    assert not attending["attention"]
+    (kernel,) = attending["attention_with_factors"]
     loop = main_loop(kernel)
     assert not any(uses(loop, name) for name in ("LDL", "STL"))
     assert uses(loop, "LDGSTS")
@@ -99,23 +112,26 @@ def test_factors_of_keys_are_loaded_ahead_and_multiply_keys_in_registers(format_
         ),
     ],
 )
-def test_keys_with_factors_compile_in_any_format_and_with_exact_blocks(format_name, residual, compiled):
+def test_keys_with_factors_compile_in_any_format_and_with_exact_blocks(format_name, residual, attending):
     attend(format_name + residual, INT8 + residual, has_factors=True)
-    assert len(compiled["attention_with_factors"]) == 1
+    assert len(attending["attention_with_factors"]) == 1
 
 
 @pytest.mark.skipif(numbers(triton.__version__) == (3, 8), reason="this release keeps some values in memory")
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("turboquant_4bit", INT8),
-        *(pytest.param(key, INT8, marks=pytest.mark.slow) for key in ("int4_unrotated", "turboquant_3bit")),
+        ("turboquant_4bit", "turboquant_4bit"),
+        *(
+            pytest.param(key, INT8, marks=pytest.mark.slow)
+            for key in ("turboquant_4bit", "int4_unrotated", "turboquant_3bit")
+        ),
         pytest.param("int4_unrotated", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_on_hopper_codes_that_become_operands_in_registers_are_multiplied_by_single_warps(key, value, compiled):
+def test_on_hopper_codes_that_become_operands_in_registers_are_multiplied_by_single_warps(key, value, attending):
     attend(key, value)
-    (kernel,) = compiled["attention"]
+    (kernel,) = attending["attention"]
     assert "HGMMA" not in kernel.asm["sass"]
     assert not uses(main_loop(kernel), "LDL|STL")
 
@@ -131,10 +147,10 @@ def test_on_hopper_codes_that_become_operands_in_registers_are_multiplied_by_sin
     ],
 )
 def test_integer_keys_of_a_rotated_format_are_multiplied_as_integers_if_a_query_has_spare_columns(
-    key, q_len, multiplies_integers, compiled
+    key, q_len, multiplies_integers, attending
 ):
     attend(key, "int4_unrotated", q_len=q_len)
-    (kernel,) = compiled["attention"]
+    (kernel,) = attending["attention"]
     assert uses(main_loop(kernel), r"IMMA\S*") == multiplies_integers
 
 
@@ -143,9 +159,9 @@ def test_integer_keys_of_a_rotated_format_are_multiplied_as_integers_if_a_query_
     ["turboquant_3bit", *(pytest.param(key, marks=pytest.mark.slow) for key in ("turboquant_4bit", ROTATED_INT4))],
 )
 @pytest.mark.parametrize("value", ["int4_unrotated", pytest.param("int3_unrotated", marks=pytest.mark.slow)])
-def test_codes_become_floats_in_registers_and_only_weights_pass_through_shared_memory(key, value, compiled):
+def test_codes_become_floats_in_registers_and_only_weights_pass_through_shared_memory(key, value, attending):
     attend(key, value)
-    (kernel,) = compiled["attention"]
+    (kernel,) = attending["attention"]
     loop = kernel.asm["ttgir"].split("scf.for")[1].split("scf.yield %new_maximum")[0]
     written = re.findall(r"ttg.local_alloc %\w+ ?(?:#\d+)? :|ttg.local_alloc %.* : \(", loop)
     assert len(written) == 1
@@ -156,9 +172,9 @@ def test_codes_become_floats_in_registers_and_only_weights_pass_through_shared_m
     [("turboquant_3bit", "int4_unrotated"), *(pytest.param(*case, marks=pytest.mark.slow) for case in
      (("turboquant_3bit", "turboquant_2bit"), ("turboquant_4bit", "turboquant_4bit")))],
 )  # fmt: skip
-def test_tables_of_levels_stay_in_registers(key, value, compiled):
+def test_tables_of_levels_stay_in_registers(key, value, attending):
     attend(key, value)
-    (kernel,) = compiled["attention"]
+    (kernel,) = attending["attention"]
     copies = [line for line in main_loop(kernel) if re.match(r"(MOV|IMAD\S*) \w+, (RZ, RZ, )?UR\d+;", line)]
     assert len(copies) < 10  # 49 to 173 of tables in uniform registers
 
@@ -180,11 +196,11 @@ def test_a_hopper_multiprocessor_with_less_bandwidth_gets_one_warp_per_scheduler
 @pytest.mark.parametrize(
     "key", ["int4_per_channel", pytest.param("int4_per_channel" + RESIDUAL, marks=pytest.mark.slow)]
 )
-def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_registers(key, compiled):
+def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_registers(key, attending):
     attend(key, "int4_unrotated")
     attend("int4_unrotated", "int4_unrotated")
     # The loop over exact blocks has products, too, but no asynchronous copies.
-    loop, loop_per_token = (main_loop(kernel, also="LDGSTS") for kernel in compiled["attention"])
+    loop, loop_per_token = (main_loop(kernel, also="LDGSTS") for kernel in attending["attention"])
     assert not uses(loop, "STL")  # values that the loop does not change may be loaded again
     assert sum("HMMA" in line for line in loop) == sum("HMMA" in line for line in loop_per_token) + 8  # zero points
     assert sum("BAR.SYNC" in line for line in loop) == sum("BAR.SYNC" in line for line in loop_per_token)
@@ -229,9 +245,9 @@ VARIANTS = {
         pytest.param("turboquant_3bit", "int3_unrotated", marks=pytest.mark.slow),
     ],
 )
-def test_formats_of_few_bits_compile(key, value, compiled):
+def test_formats_of_few_bits_compile(key, value, attending):
     attend(key, value)
-    assert len(compiled["attention"]) == 1
+    assert len(attending["attention"]) == 1
 
 
 def test_layers_with_different_static_scales_share_their_kernels(counted):
@@ -269,11 +285,11 @@ FETCHED_AT_LAUNCH = 64 << 10
     ],
 )
 @pytest.mark.parametrize("capability", [90], indirect=True)
-def test_the_code_that_attention_to_exact_blocks_runs_is_fetched_at_launch(format_name, compiled):
+def test_the_code_that_attention_to_exact_blocks_runs_is_fetched_at_launch(format_name, attending):
     """Code for keys and values that hold different exact blocks is a function behind the kernel."""
     mask = torch.ones(1, 1, 1, 1000, dtype=torch.bool)
     attend(*(f"{format_name}[recent=3,sinks=1,bfloat16]",) * 2, mask=mask)
-    (kernel,) = compiled["attention"]
+    (kernel,) = attending["attention"]
     instructions = [line for line in kernel.asm["sass"].splitlines() if line.rstrip().endswith(";")]
     last_exit = max(i for i, line in enumerate(instructions) if re.search(r"\bEXIT\b", line))
     assert any("CALL.REL" in line for line in instructions[:last_exit])
@@ -316,9 +332,10 @@ def test_prefill_attention_compiles_with_a_mask(compiled):
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90], indirect=True)
-def test_causal_prefill_attention_compiles_and_hardly_spills(compiled):
+def test_causal_prefill_attention_compiles_and_hardly_spills(attending, monkeypatch):
+    without_compiling(monkeypatch, (launch_prefill, "dequantize"))
     attend("turboquant_4bit", INT8, q_len=512, is_causal=True)
-    (kernel,) = compiled["prefill_attention"]
+    (kernel,) = attending["prefill_attention"]
     instructions = kernel.asm["sass"].splitlines()
     assert re.search("HGMMA|HMMA", kernel.asm["sass"])
     assert count(instructions, "LDL") + count(instructions, "STL") < len(instructions) / 100
@@ -331,10 +348,10 @@ def test_causal_prefill_attention_compiles_and_hardly_spills(compiled):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4_per_channel" + RESIDUAL, "int2_per_group_32")),
     ],
 )
-def test_dequantizing_compiles(format_name, compiled, monkeypatch):
-    monkeypatch.setattr(launch_prefill, "launch_prefill_attention", launcher.Launcher(CountOnly(None)))
+def test_dequantizing_compiles(format_name, attending, monkeypatch):
+    without_compiling(monkeypatch, (launch_prefill, "prefill_attention"))
     attend(format_name, format_name.replace("channel", "token_head"), q_len=64, head_dim=96)
-    assert len(compiled["dequantize"]) == 2
+    assert len(attending["dequantize"]) == 2
 
 
 def attend_to_latents(num_heads, mask=None, kv_len=1000, **query_options):
@@ -352,20 +369,20 @@ def attend_to_latents(num_heads, mask=None, kv_len=1000, **query_options):
     indirect=["capability"],
 )
 def test_programs_that_attend_to_latents_fit_a_multiprocessor(
-    num_heads, programs, shared_kilobytes, compiled, monkeypatch
+    num_heads, programs, shared_kilobytes, attending, monkeypatch
 ):
     monkeypatch.setattr(launch_latent, "launch_hopper_latent_attention", None)
     attend_to_latents(num_heads, torch.zeros(1000))
-    (kernel,) = compiled["latent_attention"]
+    (kernel,) = attending["latent_attention"]
     assert programs * (kernel.metadata.shared + 1024) <= shared_kilobytes * 1024  # a program reserves a kilobyte
     loop = main_loop(kernel)
     assert count(loop, "LDL") + count(loop, "STL") < len(loop) // 50
 
 
 @pytest.mark.parametrize("mask", [None, pytest.param(torch.ones(1000, dtype=torch.bool), marks=pytest.mark.slow)])
-def test_on_hopper_warpgroups_multiply_latents(mask, compiled):
+def test_on_hopper_warpgroups_multiply_latents(mask, attending):
     attend_to_latents(128, mask)
-    (kernel,) = compiled["hopper_latent_attention"]
+    (kernel,) = attending["hopper_latent_attention"]
     assert kernel.metadata.num_warps == 12
     assert kernel.metadata.shared <= 227 * 1024
     loop = main_loop(kernel)
@@ -376,7 +393,7 @@ def test_on_hopper_warpgroups_multiply_latents(mask, compiled):
 
 @pytest.mark.parametrize("kv_len", [pytest.param(1000, marks=pytest.mark.slow), 10000])
 def test_many_splits_of_wide_vectors_are_merged_in_registers(kv_len, compiled, monkeypatch):
-    monkeypatch.setattr(launch_latent, "launch_hopper_latent_attention", launcher.Launcher(CountOnly(None)))
+    without_compiling(monkeypatch, (launch_latent, "hopper_latent_attention"))
     attend_to_latents(128, kv_len=kv_len)
     (kernel,) = compiled["combine"]
     instructions = kernel.asm["sass"].splitlines()
@@ -389,11 +406,11 @@ def test_the_portable_kernel_computes_products_of_latents_in_float32(counted):
     assert not counted["hopper_latent_attention"]
 
 
-def test_one_tensor_of_keys_and_values_compiles(compiled):
+def test_one_tensor_of_keys_and_values_compiles(attending):
     data = empty_packed(PackedLayout(INT8, "key", 128), 1000, 1, 2, CPU)
     query = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
     launch.attention(query, data, None, None, None, 1000, False, 0.1, 0.0, INT8, INT8, 128)
-    (kernel,) = compiled["attention"]
+    (kernel,) = attending["attention"]
     assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
 
 
@@ -407,12 +424,12 @@ def test_one_tensor_of_keys_and_values_compiles(compiled):
         pytest.param("lloyd_max_6433", 128, "lloyd_max_53", 64, marks=pytest.mark.slow),
     ],
 )
-def test_attention_on_words_compiles_without_spills(key, head_dim, value, v_head_dim, compiled):
+def test_attention_on_words_compiles_without_spills(key, head_dim, value, v_head_dim, attending):
     layouts = PackedLayout(key, "key", head_dim), PackedLayout(value, "value", v_head_dim)
     data = [empty_packed(layout, 1000, 1, 2, CPU) for layout in layouts]
     query = torch.zeros(1, 8, 1, head_dim, dtype=torch.bfloat16)
     launch.attention(query, *data, None, None, 1000, False, 0.1, 0.0, key, value, v_head_dim)
-    (kernel,) = compiled["attention"]
+    (kernel,) = attending["attention"]
     assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
 
 
