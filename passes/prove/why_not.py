@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.compat.operators import OpOverload
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aliases import lead_apart
-from kvcompile.passes.graph.aten import SELECTIONS, VIEW_OPS, WRITE_OPS, shape_of
+from kvcompile.passes.graph.aten import SELECTIONS, VIEW_OPS, WRITE_OPS, arguments, shape_of
 from kvcompile.passes.graph.computed_from import states_behind
 from kvcompile.passes.graph.names import cache_name, operation, tensor_name, user_name
 from kvcompile.passes.graph.refused_inputs import noted_refusal
@@ -61,8 +61,8 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node 
 
 
 def is_joined(root: Node) -> bool:
-    """Whether ``root`` concatenates a cache, which the graph writes or returns, with another input or cache."""
-    if root.target is not aten.cat.default:
+    """Whether ``root`` joins a cache, which the graph writes or returns, and another one, not by channels."""
+    if root.target is not aten.cat.default or arguments(root)[1] == len(shape_of(root)) - 1:
         return False
     kept = {node for node in root.graph.output_node().args[0] if isinstance(node, Node)}
     parts = [states for states in map(states_of, root.args[0]) if states[0].op == "placeholder" or kept & {*states}]
