@@ -38,8 +38,8 @@ def without_compiling(monkeypatch, *launchers):
 
 @pytest.fixture
 def attending(compiled, monkeypatch):
-    """``compiled`` without the kernels around attention, which other tests of this folder compile."""
-    without_compiling(monkeypatch, (launch, "combine"), (launch, "visible_range"))
+    """``compiled`` without the kernel that merges splits, which other tests of this folder compile."""
+    without_compiling(monkeypatch, (launch, "combine"))
     return compiled
 
 
