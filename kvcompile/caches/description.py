@@ -79,15 +79,9 @@ class Writer:
     def _tensor(self, tensor: Tensor, name: str) -> Any:
         if isinstance(tensor, PackedStack):
             parts = [self.describe(part, _join(name, number)) for number, part in enumerate(tensor.parts)]
-            ranges = isinstance(tensor, PackedRanges)
-            shape = tensor.divided.shape if isinstance(tensor, PackedRanges) else tensor.shape
-            return {
-                "stack": name,
-                "parts": parts,
-                "shape": list(shape),
-                "dims": list(tensor.stacked_dims),
-                **({"ranges": True} if ranges else {}),
-            }
+            shape, dims = list(tensor.divided.shape), list(tensor.stacked_dims)
+            ranges = {"ranges": True} if tensor.num_ranges else {}
+            return {"stack": name, "parts": parts, "shape": shape, "dims": dims, **ranges}
         if isinstance(tensor, PackedPool):
             return {
                 "pool": name,

@@ -39,7 +39,10 @@ class PackedStack(PackedSubclass):
         parts: packed or plain caches of one shape, in row-major order of the stacked dimensions.
         stacked_dims: the dimensions of this tensor that the parts lack, in ascending order.
         stack_shape: the sizes of the stacked dimensions.
+        num_ranges: how many parts share the last dimension of this tensor; 0 if it holds the channels of one part.
     """
+
+    num_ranges = 0
 
     @staticmethod
     def __new__(
@@ -122,8 +125,10 @@ class PackedStack(PackedSubclass):
     def data_is_traced(self) -> bool:
         return any(part.data_is_traced if isinstance(part, PackedSubclass) else is_traced(part) for part in self.parts)
 
-    num_ranges = 0
-    """The number of ranges of channels that are parts; 0 if the last dimension holds the channels of one part."""
+    @property
+    def divided(self) -> PackedStack:
+        """The same parts as a stack whose last dimension holds the channels of one part. Both share their bytes."""
+        return self
 
     def unstacked(self, x: Tensor) -> list[Tensor]:
         """Views of the parts of ``x``, a plain tensor of this shape, in the order of ``parts``."""
@@ -185,12 +190,17 @@ class PackedRanges(PackedStack):
 
     @property
     def divided(self) -> PackedStack:
-        """The same parts as a stack with a dimension for the ranges. Both share their bytes."""
         return PackedStack.of_parts(self.parts, self.stack_shape, self.stacked_dims)
 
     @staticmethod
     def of(stack: PackedStack) -> PackedRanges:
-        """The inverse of :attr:`divided`. The last stacked dimension must be the one before the last."""
+        """The inverse of :attr:`divided`.
+
+        Raises:
+            ValueError: the last stacked dimension is not the one before the last.
+        """
+        if stack.stacked_dims[-1:] != (stack.dim() - 2,):
+            raise ValueError(f"dimensions {stack.stacked_dims} of a stack {list(stack.shape)} are not ranges of channels")
         return PackedRanges(stack.parts, stack.shape, stack.stacked_dims)
 
     @staticmethod

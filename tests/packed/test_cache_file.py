@@ -20,6 +20,7 @@ from kvcompile.caches.disk import MAX_HEADER
 from kvcompile.errors import CacheFileError
 from kvcompile.files import digests
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
 
 transformers = pytest.importorskip("transformers")
@@ -304,6 +305,14 @@ def test_a_description_that_contradicts_the_tensors_is_an_error(changes: dict[st
     kvcompile.save_cache(PackedTensor.from_dense(values(2, 3, 130, HEAD_DIM), layout), file)
     rewrite_header(file, content=json.dumps({**content_of(file), **changes}))
     with pytest.raises(CacheFileError, match=r"prompt\.safetensors"):
+        kvcompile.load_cache(file)
+
+
+def test_ranges_of_channels_that_are_not_the_last_stacked_dimension_are_an_error(file: Path) -> None:
+    cache = PackedTensor.from_dense(values(2, 3, 130, HEAD_DIM), PackedLayout("int8_per_token_head", "key", HEAD_DIM))
+    kvcompile.save_cache(PackedStack.of_parts([cache, cache.clone()], (2,), (0,)), file)
+    rewrite_header(file, content=json.dumps({**content_of(file), "ranges": True}))
+    with pytest.raises(CacheFileError, match=r"prompt\.safetensors.*not ranges of channels"):
         kvcompile.load_cache(file)
 
 
