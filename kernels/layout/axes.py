@@ -141,6 +141,11 @@ def without_ranges(x: Tensor, num_ranges: int) -> Tensor:
     return x.flatten(-2) if num_ranges else x
 
 
+def shape_of_part(x: Tensor, stacked_dims: Sequence[int], num_ranges: int) -> list[Any]:
+    """The shape of each part of a stack, whose stacked dimensions count those of :func:`with_ranges`."""
+    return [size for dim, size in enumerate(with_ranges(x, num_ranges).shape) if dim not in stacked_dims]
+
+
 def stacked_dims_of_source(
     indexed: Sequence[int], num_index_dims: int, rank: int, stacked_dims: tuple[int, ...]
 ) -> tuple[int, ...] | None:

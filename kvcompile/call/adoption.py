@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcompile.compat.tensors import is_autograd_view, num_users
 from kvcompile.errors import KVCompileError
-from kvcompile.kernels.layout.axes import PartIndex, sizes_by_axis, with_ranges
+from kvcompile.kernels.layout.axes import PartIndex, shape_of_part, sizes_by_axis, with_ranges
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import packed_of
@@ -99,8 +99,7 @@ def check_adoptable(
     reason = _why_not_plain(plain)
     for index, (layout, axes) in parts.items():
         dims = range(len(index)) if stacked_dims is None else stacked_dims
-        shape = [size for dim, size in enumerate(with_ranges(plain, num_ranges).shape) if dim not in dims]
-        reason = reason or _why_not_packable(plain, shape, layout, axes)
+        reason = reason or _why_not_packable(plain, shape_of_part(plain, dims, num_ranges), layout, axes)
     if reason is not None:
         raise _refusal(plain, reason)
 

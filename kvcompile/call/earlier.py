@@ -99,8 +99,9 @@ def _are_packed_by(earlier: Compilation, inputs: Sequence[GraphInput]) -> bool:
         if index not in stacks:
             return _is_packed(now, parts.get(()))
         stack = now.stack
-        is_known = stack is not None and (stack.dims, stack.num_ranges) == stacks[index]
-        return is_known and stack is not None and _are_packed(stack.parts, parts)
+        if stack is None or (stack.dims, stack.num_ranges) != stacks[index]:
+            return False
+        return _are_packed(stack.parts, parts)
 
     return len(inputs) == len(earlier.inputs) and all(map(becomes, earlier.inputs, inputs))
 

@@ -33,7 +33,7 @@ from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
 from kvcompile.compat.tensors import copy_each
 from kvcompile.errors import one_line
-from kvcompile.kernels.layout.axes import PartIndex, with_ranges, without_ranges
+from kvcompile.kernels.layout.axes import PartIndex, shape_of_part, without_ranges
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.packed.in_place import store_changes
 from kvcompile.packed.pool import PackedPool, slots_of
@@ -387,7 +387,7 @@ def _plain(tensor: Tensor, parts: Parts, stack: SplitStack | None, args: Sequenc
     if isinstance(tensor, (PackedTensor, PackedPool, PackedShard)):
         return []
     dims, num_ranges = (stack.dims, stack.num_ranges) if stack is not None else ((), 0)
-    size = [extent for dim, extent in enumerate(with_ranges(tensor, num_ranges).shape) if dim not in dims]
+    size = shape_of_part(tensor, dims, num_ranges)
     known = ((index, num_written(how, size[how.axes.index("t")], args)) for index, how in parts.items())
     written = {index: number for index, number in known if number is not None}
     layouts = {index: (how.layout, how.axes) for index, how in parts.items()}

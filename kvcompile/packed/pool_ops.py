@@ -17,7 +17,7 @@ from kvcompile.kernels.layout.axes import SLOT_AXES
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.packed.views import alias
+from kvcompile.packed.views import alias, keeps_shape
 
 aten = torch.ops.aten
 
@@ -49,8 +49,7 @@ _SHAPE_OPS = (aten.view.default, aten._unsafe_view.default, aten.expand.default,
 def _view_cache(cache: PackedTensor, size: Sequence[int], **kwargs: Any) -> Any:
     if cache.axes == SLOT_AXES:
         return _pool_or_slots(cache, size, cache.shape)
-    same = len(size) == cache.dim() and all(new in (-1, old) for new, old in zip(size, cache.shape, strict=True))
-    return alias(cache) if same else NotImplemented
+    return alias(cache) if keeps_shape(cache, size) else NotImplemented
 
 
 def _pool_or_slots(slots: PackedTensor, size: Sequence[int], shape: Sequence[int]) -> Any:
@@ -72,8 +71,7 @@ def _pool_or_slots(slots: PackedTensor, size: Sequence[int], shape: Sequence[int
 def _view(pool: PackedPool, size: Sequence[int], **kwargs: Any) -> Any:
     if not pool.heads_first:
         return _pool_or_slots(pool.slots, size, pool.shape)
-    same = len(size) == 4 and all(new in (-1, old) for new, old in zip(size, pool.shape, strict=True))
-    return _alias(pool) if same else NotImplemented
+    return _alias(pool) if keeps_shape(pool, size) else NotImplemented
 
 
 @handles(PackedPool, aten.transpose.int)

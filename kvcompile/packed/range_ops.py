@@ -15,10 +15,11 @@ from torch import Tensor
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.stack import PackedRanges, PackedStack
 from kvcompile.packed.stack_ops import check_index_copy
-from kvcompile.packed.views import split, split_with_sizes, unbind
+from kvcompile.packed.views import keeps_shape, split, split_with_sizes, transpose, unbind
 
 aten = torch.ops.aten
 
+handles(PackedRanges, aten.transpose.int)(transpose)
 handles(PackedRanges, aten.split.Tensor)(split)
 handles(PackedRanges, aten.split_with_sizes.default)(split_with_sizes)
 handles(PackedRanges, aten.unbind.int)(unbind)
@@ -83,8 +84,7 @@ for _op in (aten.detach_.default, aten.zero_.default, aten.fill_.Scalar, aten.fi
 
 @handles(PackedRanges, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
 def _view(stack: PackedRanges, size: Sequence[int], **kwargs: Any) -> Any:
-    same = len(size) == stack.dim() and all(new in (-1, old) for new, old in zip(size, stack.shape, strict=True))
-    return _on_divided(aten.alias.default, stack) if same else NotImplemented
+    return _on_divided(aten.alias.default, stack) if keeps_shape(stack, size) else NotImplemented
 
 
 @handles(PackedRanges, aten.slice.Tensor)
@@ -106,13 +106,6 @@ def _permute(stack: PackedRanges, dims: Sequence[int]) -> Any:
     order = [dim % stack.dim() for dim in dims]
     last = stack.dim() - 1
     return _on_divided(aten.permute.default, stack, [*order, last + 1]) if order[-1] == last else NotImplemented
-
-
-@handles(PackedRanges, aten.transpose.int)
-def _transpose(stack: PackedRanges, dim0: int, dim1: int) -> Any:
-    order = list(range(stack.dim()))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permute(stack, order)
 
 
 @handles(PackedRanges, aten.index.Tensor)

@@ -200,7 +200,8 @@ class PackedRanges(PackedStack):
             ValueError: the last stacked dimension is not the one before the last.
         """
         if stack.stacked_dims[-1:] != (stack.dim() - 2,):
-            raise ValueError(f"dimensions {stack.stacked_dims} of a stack {list(stack.shape)} are not ranges of channels")
+            size = list(stack.shape)
+            raise ValueError(f"dimensions {stack.stacked_dims} of a stack {size} are not ranges of channels")
         return PackedRanges(stack.parts, stack.shape, stack.stacked_dims)
 
     @staticmethod

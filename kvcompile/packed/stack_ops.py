@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcompile.kernels.layout.axes import stacked_dims_of_source
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.stack import PackedStack, unstacked
-from kvcompile.packed.views import split, split_with_sizes, unbind
+from kvcompile.packed.views import keeps_shape, split, split_with_sizes, transpose, unbind
 
 aten = torch.ops.aten
 
@@ -53,8 +53,7 @@ def _detach_(stack: PackedStack) -> PackedStack:
 
 @handles(PackedStack, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
 def _view(stack: PackedStack, size: Sequence[int], **kwargs: Any) -> Any:
-    same = len(size) == stack.dim() and all(new in (-1, old) for new, old in zip(size, stack.shape, strict=True))
-    return _alias(stack) if same else NotImplemented
+    return _alias(stack) if keeps_shape(stack, size) else NotImplemented
 
 
 @handles(PackedStack, aten.select.int)
@@ -105,13 +104,7 @@ def _permute(stack: PackedStack, dims: Sequence[int]) -> PackedStack:
     )
 
 
-@handles(PackedStack, aten.transpose.int)
-def _transpose(stack: PackedStack, dim0: int, dim1: int) -> PackedStack:
-    order = list(range(stack.dim()))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permute(stack, order)
-
-
+handles(PackedStack, aten.transpose.int)(transpose)
 handles(PackedStack, aten.split.Tensor)(split)
 handles(PackedStack, aten.split_with_sizes.default)(split_with_sizes)
 handles(PackedStack, aten.unbind.int)(unbind)

@@ -22,6 +22,11 @@ def alias(cache: PackedTensor) -> PackedTensor:
     return cache.view_as_part(cache.shape, cache.stride())
 
 
+def keeps_shape(cache: PackedSubclass, size: Sequence[int]) -> bool:
+    """Whether a view to ``size``, in which -1 stands for any size, has the shape of ``cache``."""
+    return len(size) == cache.dim() and all(new in (-1, old) for new, old in zip(size, cache.shape, strict=True))
+
+
 @handles(PackedTensor, aten.slice.Tensor)
 def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     dim = dim % cache.dim()
@@ -137,10 +142,10 @@ def _permute(cache: PackedTensor, dims: Sequence[int]) -> PackedTensor:
 
 
 @handles(PackedTensor, aten.transpose.int)
-def _transpose(cache: PackedTensor, dim0: int, dim1: int) -> PackedTensor:
+def transpose(cache: PackedSubclass, dim0: int, dim1: int) -> Any:
     order = list(range(cache.dim()))
     order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permute(cache, order)
+    return aten.permute.default(cache, order)
 
 
 @handles(PackedTensor, aten.split.Tensor)

@@ -57,7 +57,7 @@ def merge_last(graph: Graph, divided: Divided) -> None:
         node.meta["val"] = value
         others = list(node.users)
         with graph.inserting_before(behind_placeholders(node)):
-            whole = inline(graph, _divider(width), node)
+            whole = inline(graph, divider(width), node)
         for user in others:
             if user.target is aten.copy_.default and user.args[0] is node:
                 with graph.inserting_before(user):
@@ -77,7 +77,8 @@ def _merged(x: Tensor) -> Tensor:
     return x.flatten(-2)
 
 
-def _divider(width: int) -> Callable[[Tensor], Tensor]:
+def divider(width: int) -> Callable[[Tensor], Tensor]:
+    """The function that divides the last dimension of a tensor into ranges of ``width`` channels."""
     return lambda x: x.unflatten(-1, (-1, width))
 
 
@@ -124,7 +125,7 @@ def _is_divisible(node: Node, states: Collection[Node], width: int | None) -> bo
     assert base is not None, "a state is made of another one"
     last, channels = len(shape_of(base)) - 1, shape_of(base)[-1]
     if _writes_range(node):
-        return width is not None and _range_of(node, width) is not None
+        return width is not None and _written_range(node, width) is not None
     if shape_of(node)[-1:] != (channels,) or (node.target in _ALONG and _dim(node) == last):
         return False
     if node.target in (aten.index_put.default, aten.index.Tensor):
@@ -141,7 +142,7 @@ def _writes_range(node: Node) -> bool:
     return node.target is aten.slice_scatter.default and _dim(node) == len(shape_of(node)) - 1
 
 
-def _range_of(node: Node, width: int) -> int | None:
+def _written_range(node: Node, width: int) -> int | None:
     """The number of the range that ``node`` writes; None if it writes other channels than one range of ``width``."""
     base, _, dim, start, end, step = arguments(node)
     size = shape_of(base)[dim]
@@ -232,7 +233,7 @@ class _Division:
             later = states
         for node in later:
             with fake_mode_of(self.graph):
-                node.meta["val"] = _divider(self.width)(node.meta["val"])
+                node.meta["val"] = divider(self.width)(node.meta["val"])
         for node in states:
             self._merge_for_others(node, states)
         for place, node in enumerate(self.graph.output_node().args[0]):
@@ -243,7 +244,7 @@ class _Division:
         """New rows, divided. They take the place of ``rows`` for all users."""
         users = list(rows.users)
         with self.graph.inserting_before(rows.next):
-            divided: Node = inline(self.graph, _divider(self.width), rows)
+            divided: Node = inline(self.graph, divider(self.width), rows)
         for user in users:
             user.replace_input_with(rows, divided)
         return divided
@@ -257,7 +258,7 @@ class _Division:
     def _write_range(self, node: Node) -> None:
         """Let ``node`` write one index of the new dimension."""
         base, source, dim, *_ = arguments(node)
-        number = _range_of(node, self.width)
+        number = _written_range(node, self.width)
         node.target = aten.select_scatter.default
         node.args, node.kwargs = (base, source, dim, number), {}
 
@@ -266,7 +267,7 @@ class _Division:
         if not len(shape):
             return operand
         with self.graph.inserting_before(user):
-            divide = (lambda x: x.unsqueeze(-1)) if shape[-1] == 1 else _divider(self.width)
+            divide = (lambda x: x.unsqueeze(-1)) if shape[-1] == 1 else divider(self.width)
             divided: Node = inline(self.graph, divide, operand)
             return divided
 

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.passes.canonical.divide_last import (
     Divided,
     divide_last,
+    divider,
     other_copy,
     states_to_divide,
     takes_divided,
@@ -169,7 +170,7 @@ def _read_by_index(graph: Graph, read: _Read, width: int) -> Node:
     with graph.inserting_before(behind_placeholders(state) if state.op == "placeholder" else state.next):
         index = graph.call_function(aten.select.int, (state, last, read.number))
     with fake_mode_of(graph):
-        index.meta["val"] = state.meta["val"].unflatten(-1, (-1, width)).select(last, read.number)
+        index.meta["val"] = divider(width)(state.meta["val"]).select(last, read.number)
     shape = shape_of(read.node)
     with graph.inserting_before(read.node):
         view = inline(graph, lambda x: _viewed(x, read.index_map, read.number * width, shape), index)

@@ -61,7 +61,7 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node 
 
 
 def is_joined(root: Node) -> bool:
-    """Whether ``root`` joins a cache, which the graph writes or returns, and another one, not by channels."""
+    """Whether ``root`` joins a cache that the graph writes or returns with another one, but not their channels."""
     if root.target is not aten.cat.default or arguments(root)[1] == len(shape_of(root)) - 1:
         return False
     kept = {node for node in root.graph.output_node().args[0] if isinstance(node, Node)}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packed_caches import INT8, quantized, values
-from stack_forms import plain
+from stack_forms import check_is_saved_and_loaded, plain, save_and_load
 from torch import Tensor
 
 import kvcompile
@@ -164,20 +164,11 @@ def test_a_write_of_other_channels_is_an_error_and_writes_nothing() -> None:
     assert torch.equal(cache.dequantize(), expected)
 
 
-SAVE_AND_LOAD = {"torch.save": (torch.save, torch.load), "save_cache": (kvcompile.save_cache, kvcompile.load_cache)}
-
-
-@pytest.mark.parametrize(("save", "load"), SAVE_AND_LOAD.values(), ids=SAVE_AND_LOAD.keys())
+@save_and_load
 def test_ranges_are_saved_packed_and_loaded(
     save: Callable[..., None], load: Callable[..., Any], tmp_path: Path
 ) -> None:
-    cache, expected = ranges()
-    save({"cache": cache, "again": cache}, tmp_path / "file")
-    loaded = load(tmp_path / "file")
-    assert loaded["cache"] is loaded["again"]
-    assert isinstance(loaded["cache"], PackedRanges)
-    assert [type(part) for part in loaded["cache"].parts] == [type(part) for part in cache.parts]
-    assert torch.equal(loaded["cache"].dequantize(), expected)
+    check_is_saved_and_loaded(*ranges(), save, load, tmp_path / "file")
 
 
 def test_ranges_report_the_shape_of_the_plain_tensor_and_the_bytes_of_their_caches() -> None:

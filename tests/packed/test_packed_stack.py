@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from packed_caches import INT8, quantized, values
-from stack_forms import plain
+from stack_forms import check_is_saved_and_loaded, plain, save_and_load
 from torch import Tensor
 
-import kvcompile
 from kvcompile import cache_nbytes
 from kvcompile.call.adoption import AdoptionError, adopt_stack
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -145,19 +144,11 @@ def test_any_other_write_reads_computes_and_stores(role_dim: int, write: Callabl
     assert torch.equal(view.clone(), expected)
 
 
-SAVE_AND_LOAD = {"torch.save": (torch.save, torch.load), "save_cache": (kvcompile.save_cache, kvcompile.load_cache)}
-
-
-@pytest.mark.parametrize(("save", "load"), SAVE_AND_LOAD.values(), ids=SAVE_AND_LOAD.keys())
+@save_and_load
 def test_a_stack_is_saved_packed_and_loaded(
     save: Callable[..., None], load: Callable[..., Any], tmp_path: Path
 ) -> None:
-    stack, expected = small_stack()
-    save({"cache": stack, "again": stack}, tmp_path / "file")
-    loaded = load(tmp_path / "file")
-    assert loaded["cache"] is loaded["again"]
-    assert [type(part) for part in loaded["cache"].parts] == [type(part) for part in stack.parts]
-    assert torch.equal(loaded["cache"].dequantize(), expected)
+    check_is_saved_and_loaded(*small_stack(), save, load, tmp_path / "file")
 
 
 def test_adoption_swaps_a_stack_for_all_holders_or_gives_a_reason() -> None:

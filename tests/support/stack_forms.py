@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from policies import reading_packed
 from torch import Tensor
 
+import kvcompile
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
@@ -243,3 +246,19 @@ def assert_close(out: Tensor, expected: Tensor) -> None:
 
 def plain(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, (PackedStack, PackedTensor)) else x
+
+
+SAVE_AND_LOAD = {"torch.save": (torch.save, torch.load), "save_cache": (kvcompile.save_cache, kvcompile.load_cache)}
+save_and_load = pytest.mark.parametrize(("save", "load"), SAVE_AND_LOAD.values(), ids=SAVE_AND_LOAD.keys())
+
+
+def check_is_saved_and_loaded(
+    stack: PackedStack, expected: Tensor, save: Callable[..., None], load: Callable[..., Any], path: Path
+) -> None:
+    """Assert that two names of a stack are one stack of the same kinds of parts and values in a file."""
+    save({"cache": stack, "again": stack}, path)
+    loaded = load(path)
+    assert loaded["cache"] is loaded["again"]
+    assert type(loaded["cache"]) is type(stack)
+    assert [type(part) for part in loaded["cache"].parts] == [type(part) for part in stack.parts]
+    assert torch.equal(loaded["cache"].dequantize(), expected)
