@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -15,10 +16,19 @@ from kvcompile.cli import doctor_checks
 from kvcompile.cli.app import app
 from kvcompile.compat import versions
 
+compiler_checked_once = functools.cache(doctor_checks._compiler)
+
 
 @pytest.fixture(autouse=True)
 def _no_policy_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVQUANT_POLICY", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _compiler_checked_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C++ compiler translates its program once for all tests, but for the one that takes the compiler away."""
+    if request.function is not test_doctor_fails_without_a_compiler:
+        monkeypatch.setattr(doctor_checks, "_compiler", compiler_checked_once)
 
 
 def run(command: str, code: int = 0) -> str:

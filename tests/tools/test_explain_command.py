@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from documented_commands import command_line
 from small_models import MODULES, save, small_model
@@ -36,6 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(command: str, code: int = 0) -> tuple[str, str]:
+    """The output of a command on stdout and stderr. As in a process of its own, no size has been another one before."""
+    torch._dynamo.reset()
     result = CliRunner().invoke(app, shlex.split(command), prog_name="kvcompile")
     assert result.exit_code == code, (result.output, result.exception)
     return result.stdout, result.stderr
