@@ -86,7 +86,8 @@ class PackedOperand:
         unpack_gains: for each plane, levels of the specification over the numbers that ``unpack_ptx`` makes.
         codec: the codec of the format.
         ptx: the major compute capability whose inline PTX can run, or 0.
-        unpack_ptx: the codec's PTX text for that capability; None without one, and for products in float32.
+        unpack_ptx: the codec's PTX text for that capability; None without one, for products in float32, and if columns
+            that share a register need different shifts.
         multiplies_integers: whether queries with two columns per row use the codec's ``integers_ptx``.
         query_exponent: ``e`` if queries are scaled so that the largest channel is in ``[2**(e - 1), 2**e)``; keys only.
         residual: exact blocks beside the packed ones; None without a residual.
@@ -221,7 +222,7 @@ def packed_operand(
     if code_dtype == tl.bfloat16:
         products = tl.float32 if float32 or INTERPRETED else tl.bfloat16  # the interpreter multiplies bit patterns
     scale, zero = sections.get("scale"), sections.get("zero")
-    unpack_ptx = None if float32 else _unpack_ptx(fmt.codec, ptx)
+    unpack_ptx = None if float32 or not _shares_shifts(layout) else _unpack_ptx(fmt.codec, ptx)
     unpack_gains = fmt.codec.unpack_gains if unpack_ptx is not None else ()
     suffix = (f"_ptx{ptx}" if ptx else "") + ("_reference" if by_reference else "")
     return PackedOperand(
@@ -275,6 +276,19 @@ def _word_sections(words: WordPacking, layout: PackedLayout) -> tuple[tuple[int,
         (bits, section.width, offsets[section.name])
         for bits, section in zip(words.bits_of_sections, sections, strict=True)
     )
+
+
+def _shares_shifts(layout: PackedLayout) -> bool:
+    """Whether four codes that share a register lie in one piece of each section of fewer than 8 bits.
+
+    Inline PTX shifts the four bytes of a register at once. A register holds four neighbouring columns of keys, or four
+    tokens of one column of values.
+    """
+    packing = layout.format.packing
+    if layout.role == "value" or not isinstance(packing, WordPacking):
+        return True
+    sections = zip(packing.bits_of_sections, packing.sections(layout.head_dim), strict=True)
+    return all(section.width % 4 == 0 for bits, section in sections if bits < 8)
 
 
 def _unpack_ptx(codec: Codec, ptx: int) -> str | None:

@@ -74,7 +74,14 @@ def test_words_are_dequantized_as_by_the_specification(name, head_dim, role, dev
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("key", "value"), [("lloyd_max_531", "lloyd_max_52"), ("lloyd_max_421", "lloyd_max_63")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lloyd_max_531", "lloyd_max_52"),
+        ("lloyd_max_421", "lloyd_max_63"),
+        ("lloyd_max_4321", "lloyd_max_5433"),  # four neighbouring columns of keys need different shifts
+    ],
+)
 def test_attention_on_words_agrees_with_the_specification(key, value, dtype, device):
     layouts = PackedLayout(key, "key", 96), PackedLayout(value, "value", 64)
     query, data = vectors(2, 4, 1, 96).to(dtype), []

@@ -6,6 +6,7 @@ import torch
 from ptx_machine import run
 
 from kvcompile.kernels.formats import get_format
+from kvcompile.kernels.layout.operand import packed_operand
 
 WIDTH = 32  # bytes of a vector; the PTX unpacks four at a time
 FORMATS = [
@@ -67,23 +68,33 @@ def test_codes_become_integers_at_an_offset_from_the_levels_of_the_specification
     torch.testing.assert_close((integers + fmt.codec.integer_offset) * fmt.gain, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", ["531", "4321", "421", "52", "6", "6433", "63", "6543", "5421"])
-def test_words_become_the_levels_of_the_specification_in_halves(name):
-    fmt = get_format(f"lloyd_max_{name}")
-    packing = fmt.packing
-    planes = [torch.randint(1 << bits, (WIDTH,), dtype=torch.uint8) for bits in packing.bits_of_planes]
-    encoded = packing.pack(torch.cat(planes))
+def registers_of_words(packing, encoded):
+    """Registers of four neighbouring columns of keys: bytes of words, and sections of fewer bits with their shifts."""
     registers = []
     for bits, section in zip(packing.bits_of_sections, encoded.values(), strict=True):
         if bits >= 8:
             registers += [byte.numpy().copy() for byte in section.chunk(bits // 8)]
         else:
             pieces = 8 // bits
-            shifts = bits * np.repeat(np.arange(pieces, dtype=np.uint8), WIDTH // pieces)
+            shifts = bits * np.repeat(np.arange(pieces, dtype=np.uint8), section.numel())
             registers += [np.tile(section.numpy(), pieces), shifts]
-    words = [np.ascontiguousarray(register, np.uint8).view(np.uint32).tolist() for register in registers]
-    outputs = [run(fmt.codec.unpack_ptx[0], 2 * fmt.num_planes, *four) for four in zip(*words, strict=True)]
+    return [np.ascontiguousarray(register, np.uint8).view(np.uint32).tolist() for register in registers]
+
+
+@pytest.mark.parametrize("width", [8, 16, 24, 32, 64])
+@pytest.mark.parametrize("name", ["531", "4321", "421", "52", "5433", "6", "6433", "63", "6543", "5421"])
+def test_words_become_the_levels_of_the_specification_in_halves(name, width):
+    fmt = get_format(f"lloyd_max_{name}")
+    ptx = packed_operand(fmt.name, "key", fmt.num_parts * width, False, 9).unpack_ptx
+    shifts_differ = any(bits < 8 and width * bits // 8 % 4 for bits in fmt.packing.bits_of_sections)
+    assert (ptx is None) == shifts_differ  # codes are then unpacked without PTX
+    assert packed_operand(fmt.name, "value", fmt.num_parts * width, False, 9).unpack_ptx is not None
+    if ptx is None:
+        return
+    planes = [torch.randint(1 << bits, (width,), dtype=torch.uint8) for bits in fmt.packing.bits_of_planes]
+    registers = registers_of_words(fmt.packing, fmt.packing.pack(torch.cat(planes)))
+    outputs = [run(ptx, 2 * fmt.num_planes, *four) for four in zip(*registers, strict=True)]
     halves = np.array(outputs, np.uint32).reshape(-1, fmt.num_planes, 2).transpose(1, 0, 2)
-    levels = np.ascontiguousarray(halves).view(np.float16).reshape(fmt.num_planes, WIDTH)
+    levels = np.ascontiguousarray(halves).view(np.float16).reshape(fmt.num_planes, width)
     expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
     torch.testing.assert_close(torch.from_numpy(levels.copy()).float(), expected, rtol=2**-11, atol=0)
