@@ -28,7 +28,7 @@ def unrotate(x, OPERAND: tl.constexpr):
 @constexpr_function
 def rotates_by_products(operand, rows):
     """Whether tiles of ``rows`` rows are rotated on tensor cores: the tile is large enough, and the matrix fits."""
-    return operand.rotated and rows >= 16 and operand.padded_head_dim <= 128
+    return operand.rotated and rows >= 16 and product_channels(operand) <= 128
 
 
 @constexpr_function
@@ -83,7 +83,7 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
     x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, RUNS, SUMMED]), (1, 0, 2)), [RUNS * ROWS, SUMMED])
     x = tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION)
     x = tl.reshape(x, [RUNS, ROWS * SUMMED])
-    for stage in tl.static_range(3):
+    for stage in tl.static_range(4):
         if RUNS >> stage > 1:
             # Sums and differences over the first bit of the run's number, which moves to the end.
             halves = tl.reshape(x, [2, RUNS >> (stage + 1), (ROWS * SUMMED) << stage])
