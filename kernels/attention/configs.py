@@ -52,7 +52,6 @@ class AttentionConfig:
 # 16-bit scale, which is too small for an asynchronous copy.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=1),
-    (9, 0, 0): AttentionConfig(8, 64, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=5),  # words
     (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, programs_per_sm=2),
     (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
@@ -64,6 +63,8 @@ DECODE = {
     (8, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
     (8, 4, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
 }
+# The same for planes of unequal bits, by compute capability. They take more registers: a tile of 128 tokens spills.
+DECODE_UNEQUAL = {9: AttentionConfig(8, 64, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6)}
 # Decoding with up to 4 rows, for keys that are multiplied as integers by a query in digits; keys as above.
 DECODE_DIGITS = {
     (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
@@ -117,18 +118,18 @@ def attention_config(
     narrow = 0 < multiprocessor.bandwidth < NARROW
     config = _tuned_config(capability, key, value, rows, mask_per_row, float32, narrow)
     tile_nbytes = _tile_nbytes(config, key, value, least_bits=0)
-    if capability == 9:  # its rows were measured with this rule
+    if capability == 9 and not float32 and key.tile_bits < 32:  # its rows were measured with this rule
         num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
         return replace(config, num_stages=min(config.num_stages, num_tiles))
     itemsize = 4 if float32 or key.tile_bits == 32 else 2
     shared_nbytes = SCRATCH_NBYTES + config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
     other_nbytes = shared_nbytes
-    # Packed codes become levels in registers. Floats pass through shared memory once more, and so do levels that have
-    # been multiplied by scales.
+    # Packed codes become levels in registers. Floats pass through shared memory once more, and so do levels of unequal
+    # planes, and levels that have been multiplied by scales.
     scaled_levels = float32 and any(operand.granularity != "token" for operand in (key, value))
     if scaled_levels or max(key.tile_bits, value.tile_bits) >= 16:
         other_nbytes += _tile_nbytes(config, key, value, least_bits=32 if float32 else 0)
-    elif "group" in (key.granularity, value.granularity):
+    elif "group" in (key.granularity, value.granularity) or _has_unequal_planes(key, value):
         other_nbytes += _tile_nbytes(config, key, value, least_bits=16) // 2  # of keys or of values
     else:
         other_nbytes += tile_nbytes if config.num_stages == 1 else 0
@@ -187,7 +188,7 @@ def _exact_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOper
 
 def _tile_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOperand, least_bits: int) -> int:
     """Bytes of a tile of keys and values whose codes have ``least_bits`` or more."""
-    bits = (max(operand.tile_bits, least_bits) * operand.padded_head_dim for operand in (key, value))
+    bits = (max(operand.loaded_bits, least_bits * operand.padded_head_dim) for operand in (key, value))
     return config.tokens * sum(bits) // 8
 
 
@@ -242,6 +243,8 @@ def _tuned_config(
     if padded_head_dim <= 128 and key is not value and not _spills_tuned(capability, key, value):
         kind = (ROWS_OF_ANOTHER.get(capability, capability), key.tile_bits, value.tile_bits)
         config = DECODE.get(kind, PORTABLE)
+        if _has_unequal_planes(key, value) and max(kind[1:]) <= 4:
+            config = DECODE_UNEQUAL.get(kind[0], PORTABLE)
         if rows <= 4 and key.multiplies_integers:
             config = DECODE_DIGITS.get(kind, config)
             config = DECODE_DIGITS_NARROW.get(kind, config) if narrow else config
@@ -267,12 +270,20 @@ def _of_two_warps(config: AttentionConfig) -> AttentionConfig:
     return replace(config, num_warps=2, tokens=tokens, programs_per_sm=programs)
 
 
-def _spills_tuned(capability: int, key: PackedOperand, value: PackedOperand) -> bool:
-    """Whether the tuned configuration spills: scales of groups are as many as the levels of a plane, in float32.
+def _has_unequal_planes(key: PackedOperand, value: PackedOperand) -> bool:
+    """Whether keys or values have planes of unequal bits, or words."""
+    return not (key.has_equal_planes and value.has_equal_planes)
 
-    On Hopper it keeps 10 KiB of a thread in memory for ``int4_per_group_128``, and the portable one nothing; with 8
-    bits, which have one plane, it keeps 64 bytes.
+
+def _spills_tuned(capability: int, key: PackedOperand, value: PackedOperand) -> bool:
+    """Whether the tuned configuration spills.
+
+    It does if unequal planes are unpacked without inline PTX. It also does if scales are per group, which are as many
+    as the levels of a plane, in float32: on Hopper it keeps 10 KiB of a thread in memory for ``int4_per_group_128``,
+    and the portable one nothing; with 8 bits, which have one plane, it keeps 64 bytes.
     """
+    if _has_unequal_planes(key, value) and None in (key.unpack_ptx, value.unpack_ptx):
+        return True
     has_groups = "group" in (key.granularity, value.granularity)
     return has_groups and (capability != 9 or min(key.tile_bits, value.tile_bits) < 8)
 

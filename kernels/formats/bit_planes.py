@@ -85,6 +85,11 @@ class Packing:
         """Average bits per channel."""
         return self.low_bits + Fraction(sum(self.high), self.num_planes)
 
+    @property
+    def has_equal_planes(self) -> bool:
+        """Whether all planes have equally many bits per channel."""
+        return all(planes == self.num_planes for planes in self.high)
+
     def plane_bits(self, plane: int) -> int:
         """Bits per channel of the plane with number ``plane``."""
         return self.low_bits + sum(plane < planes for planes in self.high)
@@ -151,6 +156,7 @@ class WordPacking:
     dtype = torch.uint8
     low_bits = 0
     high = ()
+    has_equal_planes = False  # also for equal widths: kernels look up the codes of one plane after the other
 
     @property
     def num_planes(self) -> int:

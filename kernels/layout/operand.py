@@ -65,6 +65,7 @@ class PackedOperand:
         padded_width: ``width`` rounded up to a power of two, at least 16, the least depth of a tensor core product.
         num_high: number of high sections.
         high_planes: for each high section, the number of planes that have a bit in it.
+        has_equal_planes: whether all planes have equally many bits per channel; False for words.
         high_widths: for each high section, its bytes per vector.
         high_offsets: for each high section, its byte offset in a block.
         column_major: whether codes lie [width][BLOCK_TOKENS] (values) or [BLOCK_TOKENS][width] (keys).
@@ -107,6 +108,7 @@ class PackedOperand:
     padded_width: int
     num_high: int
     high_planes: tuple[int, ...]
+    has_equal_planes: bool
     high_widths: tuple[int, ...]
     high_offsets: tuple[int, ...]
     column_major: bool
@@ -165,6 +167,13 @@ class PackedOperand:
         if self.word_fields:
             return 0
         return self.code_dtype.primitive_bitwidth // self.num_planes
+
+    @property
+    def loaded_bits(self) -> int:
+        """Bits of a vector's section ``codes`` in a tile, or of its words, whose sections take whole bytes there."""
+        if self.word_fields:
+            return 8 * self.padded_width * sum(-(-bits // 8) for bits, _, _ in self.word_sections)
+        return self.tile_bits * self.padded_head_dim
 
     @property
     def prefetched_lines(self) -> int:
@@ -239,6 +248,7 @@ def packed_operand(
         padded_width=max(16, triton.next_power_of_2(fmt.packing.width(head_dim))),
         num_high=len(high),
         high_planes=fmt.packing.high,
+        has_equal_planes=fmt.packing.has_equal_planes,
         high_widths=tuple(section.width for section in high),
         high_offsets=tuple(offsets[section.name] for section in high),
         column_major=layout.column_major(sections["codes"]),
@@ -285,10 +295,12 @@ def _shares_shifts(layout: PackedLayout) -> bool:
     tokens of one column of values.
     """
     packing = layout.format.packing
-    if layout.role == "value" or not isinstance(packing, WordPacking):
-        return True
-    sections = zip(packing.bits_of_sections, packing.sections(layout.head_dim), strict=True)
-    return all(section.width % 4 == 0 for bits, section in sections if bits < 8)
+    sections = packing.sections(layout.head_dim)
+    if isinstance(packing, WordPacking):
+        shifted = [section for bits, section in zip(packing.bits_of_sections, sections, strict=True) if bits < 8]
+    else:
+        shifted = [] if packing.has_equal_planes else list(sections[1:])
+    return layout.role == "value" or all(section.width % 4 == 0 for section in shifted)
 
 
 def _unpack_ptx(codec: Codec, ptx: int) -> str | None:

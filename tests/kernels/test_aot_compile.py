@@ -186,6 +186,16 @@ def test_tables_of_levels_stay_in_registers(key, value, attending):
     assert len(copies) < 10  # 49 to 173 of tables in uniform registers
 
 
+@pytest.mark.parametrize("name", ["turboquant_3.5bit", pytest.param("turboquant_2.5bit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_planes_of_unequal_bits_are_looked_up_in_tables_without_spills(name, attending):
+    attend(name, name)
+    (kernel,) = attending["attention"]
+    loop = main_loop(kernel)
+    assert not uses(loop, "LDL|STL")
+    assert count(loop, "PRMT") > 4 * count(loop, "FFMA")  # a polynomial for each level takes three FFMA
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 1, 1000, dtype=torch.bool)], ids=["unmasked", "masked"])
 @pytest.mark.parametrize("value", ["int4_unrotated", "int3_unrotated", "turboquant_3bit", "turboquant_2bit"])

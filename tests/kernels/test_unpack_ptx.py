@@ -82,6 +82,29 @@ def registers_of_words(packing, encoded):
 
 
 @pytest.mark.parametrize("width", [8, 16, 24, 32, 64])
+@pytest.mark.parametrize("name", ["turboquant_2.5bit", "turboquant_3.5bit"])
+def test_planes_of_unequal_bits_become_the_levels_of_the_specification_in_halves(name, width):
+    fmt = get_format(name)
+    ptx = packed_operand(name, "key", 4 * width, False, 9).unpack_ptx
+    assert (ptx is None) == (width // 4 % 4 > 0)  # bits of four columns need different shifts
+    assert packed_operand(name, "value", 4 * width, False, 9).unpack_ptx is not None
+    if ptx is None:
+        return
+    planes = [torch.randint(1 << fmt.packing.plane_bits(i), (width,), dtype=torch.uint8) for i in range(4)]
+    codes, *sections = (section.numpy() for section in fmt.packing.pack(torch.cat(planes)).values())
+    registers = [codes]
+    for section in sections:
+        pieces = width // len(section)
+        registers += [np.tile(section, pieces), np.repeat(np.arange(pieces, dtype=np.uint8), len(section))]
+    words = [np.ascontiguousarray(register).view(np.uint32).tolist() for register in registers]
+    outputs = [run(ptx, 8, *four) for four in zip(*words, strict=True)]
+    halves = np.array(outputs, np.uint32).reshape(-1, 4, 2).transpose(1, 0, 2)
+    levels = torch.from_numpy(np.ascontiguousarray(halves).view(np.float16).reshape(4, width).copy()).float()
+    expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
+    torch.testing.assert_close(levels * fmt.gain, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("width", [8, 16, 24, 32, 64])
 @pytest.mark.parametrize("name", ["531", "4321", "421", "52", "5433", "6", "6433", "63", "6543", "5421"])
 def test_words_become_the_levels_of_the_specification_in_halves(name, width):
     fmt = get_format(f"lloyd_max_{name}")
