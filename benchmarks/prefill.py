@@ -71,7 +71,7 @@ def causal_mask(q_len: int, kv_len: int, capacity: int) -> Tensor:
 
 
 def time_baseline(recorder: Recorder, case: str, shape: Shape, q_len: int) -> tuple[str, Timing] | None:
-    """Add a row for the fastest backend, with ``q_len`` queries at the end of the context, and others in its note.
+    """Add a row for the fastest backend, with ``q_len`` queries at the end of the context; its note names the others.
 
     Returns its name and time.
     """

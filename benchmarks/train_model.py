@@ -32,7 +32,7 @@ HELD_OUT_EVERY = 64
 MOST_BYTES = 1 << 29
 SHORT_CONTEXT = 4096
 SHORT_FRACTION = 0.6
-"""The part of the time with short windows: with long windows, attention costs five times as much per token."""
+"""The fraction of the time with short windows: in long windows, attention costs five times as much per token."""
 TOKENS_PER_STEP = 1 << 16
 LEARNING_RATE = 1e-3
 TOKENS_PER_NUMBER = 512
@@ -82,7 +82,7 @@ def windows(corpus: Tensor, context: int, count: int, source: random.Random) -> 
 
 
 def plant(window: Tensor, weight: Tensor, source: random.Random) -> None:
-    """Write numbers and, later in the window, the same lines again, whose digits get a larger weight."""
+    """Write lines with numbers, and the same lines again later in the window; digits of repeated lines weigh more."""
     length = len("".join(number_line(random.Random(0)))) + 1
     places = list(range(0, len(window) - length, TOKENS_PER_NUMBER // 2))
     source.shuffle(places)

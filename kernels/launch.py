@@ -77,8 +77,8 @@ def attention(
         v_head_dim: channels of a value.
         ranges: :func:`visible_range` of a bool mask, int32 [batch or 1, q_len, 3]; computed here if it is None.
         out_lse: float32 [batch, num_heads, q_len, 2], which takes the log-sum-exp; None if it is not needed.
-        new_keys, new_values: tokens that the same call has written, to which attention is exact, for layouts that
-            take them. Without ``v_data`` both are the same.
+        new_keys, new_values: tokens that the same call has written, for layouts that take them. Attention reads these
+            tokens in full precision. Without ``v_data`` both are the same.
         key_factors: the factors of pre-RoPE keys; excludes new keys. Its tensors may have any strides.
 
     Returns:
@@ -236,7 +236,7 @@ def config_of_factors(
 ) -> AttentionConfig | None:
     """The configuration of the decode kernel that takes key factors, for arguments of :func:`attention`.
 
-    None if no kernel serves these formats (they have no levels), or if the device has too little shared memory.
+    None if these formats have no levels, so that no kernel serves them, or if the device has too little shared memory.
     """
     head_dim, float32 = query.shape[3], query.dtype == torch.float32
     key_layout, value_layout = _layout(k_format, "key", head_dim), _layout(v_format, "value", v_head_dim)
@@ -313,8 +313,8 @@ def _exact_operands(
 ) -> tuple[PackedOperand, PackedOperand]:
     """The descriptions of the vectors of exact blocks, for queries of ``dtype``.
 
-    They are bfloat16 if queries and exact blocks are. These products take fewer instructions than products of float32,
-    and round softmax weights as attention on bfloat16 caches does.
+    They are bfloat16 if both queries and exact blocks are bfloat16. Products in bfloat16 take fewer instructions than
+    products in float32, and round softmax weights as attention on bfloat16 caches does.
     """
     exact = {operand.residual.dtype for operand in (key, value) if operand.residual is not None}
     is_bfloat16 = dtype == torch.bfloat16 and exact == {tl.bfloat16}
@@ -341,7 +341,8 @@ def visible_range(mask: Tensor) -> Tensor:
     batch, num_heads, q_len, kv_len = mask.shape
     out = torch.empty((batch, q_len, 3), dtype=torch.int32, device=mask.device)
     if out.numel():
-        # Many rows fill the device, and run best in small programs. A few long rows do not, so each gets a large one.
+        # Many rows fill the device, and run best in small programs. A few long rows do not fill it, so each row gets a
+        # large program.
         few_and_long = batch * q_len < 4 * launcher.num_sms_of(mask.device) and kv_len > 4096
         launch_visible_range(
             (batch * q_len, 1, 1),

@@ -38,7 +38,7 @@ class OptionsError(InputError):
 
 
 class AliasedCacheError(KVCompileError):
-    """A compiled graph writes one of two packed caches with shared storage; the other cache could miss the write."""
+    """A compiled graph writes one of two packed caches with shared storage; the other might not show the write."""
 
 
 class CacheFileError(InputError):

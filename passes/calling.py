@@ -58,7 +58,7 @@ class GraphInput:
         source: Dynamo's name of the input, such as ``L['cache'].layers[0].keys``.
         dynamo_index: its position among the inputs of Dynamo's graph. None for a tensor that AOTAutograd took out of a
             tensor subclass, and for a part of a stack that was appended to the inputs.
-        packed: the packed cache that the caller passes, if passes may use its data.
+        packed: the packed cache that the caller passes, if the passes may use its data.
         stack: the packed stack that the caller passes.
         arrives_packed: whether the caller passes a packed tensor of any kind.
         is_persistent: whether the plain tensor may be packed although the graph only reads it.

@@ -31,11 +31,11 @@ PREFILL_ROWS = 128
 """The least number of query rows of a KV head (its query heads times q_len) for which tokens are dequantized first."""
 
 SCRATCH_NBYTES = 1 << 29
-"""Most bytes of dequantized tokens that exist at a time, unless a single KV head needs more."""
+"""The most bytes of dequantized tokens that exist at a time, unless a single KV head needs more."""
 
 
 CUDNN_FLOPS = 4e12
-"""Least number of operations for cuDNN. It plans each new shape for 46 ms, which 32 layers of this size win back."""
+"""The least number of operations for cuDNN. It plans a new shape for 46 ms, which 32 layers of this size save again."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PrefillConfig:
     num_stages: int
 
     def shared_memory(self, padded_head_dim: int, itemsize: int = 2) -> int:
-        """The bytes of shared memory that Triton takes before Hopper: queries, tiles that are loaded ahead, weights."""
+        """The bytes of shared memory that Triton uses before Hopper: queries, tiles that are loaded ahead, weights."""
         vectors = self.rows + 2 * self.tokens * max(1, self.num_stages - 1)
         return itemsize * (vectors * padded_head_dim + self.rows * self.tokens)
 
@@ -134,12 +134,12 @@ def _pairs_at_once(call: AttentionCall, padded_len: int, pairs: int) -> int:
 
 
 def has_fast_cudnn(device: torch.device) -> bool:
-    """Whether attention of cuDNN is faster than the Triton kernel: on Hopper and later."""
+    """Whether attention of cuDNN is faster than the Triton kernel, as it is on Hopper and later GPUs."""
     return launcher.capability_of(device) >= 9
 
 
 def _attend_by_cudnn(call: AttentionCall, out: Tensor, pairs_at_once: int) -> bool:
-    """Write the result into ``out`` and return True, or return False if cuDNN does not serve the call, or is slower."""
+    """Write the result into ``out`` and return True; return False if cuDNN cannot serve the call or would be slower."""
     is_square = call.query.shape[2] == call.kv_len or not call.is_causal
     if not has_fast_cudnn(out.device) or call.mask_kind != "none" or call.softcap != 0.0 or not is_square:
         return False
@@ -169,7 +169,7 @@ def _dequantized(call: AttentionCall, source: Source, first_pair: int, size: tup
 
 
 def _bounds(call: AttentionCall) -> Tensor | None:
-    """The first token that some position of a sequence sees, and the token after the last one: int32 [batch, 2]."""
+    """The first token that any query of a sequence sees, and the token after the last such token: int32 [batch, 2]."""
     if call.ranges is None:
         return None
     return torch.stack([call.ranges[..., 0].amin(1), call.ranges[..., 1].amax(1)], 1)

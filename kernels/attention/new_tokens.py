@@ -49,7 +49,7 @@ def put_new_tokens(out: Tensor, new: NewTokens, num_tokens: int, first_pair: int
             channels.
         new: the new tokens.
         num_tokens: the number of tokens in ``out``.
-        first_pair: the first of the pairs, which count the KV heads of all sequences.
+        first_pair: the index of the first pair of ``out`` among the KV heads of all sequences.
     """
     batch, num_kv_heads, num_new, head_dim = new.x.shape
     slots = new.slots.expand(batch, num_new)

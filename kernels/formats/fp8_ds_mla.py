@@ -77,7 +77,7 @@ class Fp8DsMla(Format):
 
 
 def _rounded_to_bfloat16(x: Tensor) -> Tensor:
-    """float32 ``x`` rounded to bfloat16, ties to even. Not by casts: Inductor drops their rounding in fused code."""
+    """float32 ``x`` rounded to bfloat16, ties to even, without casts: Inductor drops their rounding in fused code."""
     bits = x.view(torch.int32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << 16)).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)

@@ -2,7 +2,7 @@
 
 Magnitudes are rounded to fp16 and compared with thresholds half way between centroids, which fp16 holds exactly. The
 first comparison gives the highest bit of the index. Each further threshold is computed from the bits that are known, as
-a sum of products. This takes fewer comparisons than one for every threshold, and each serves two channels.
+a sum of products. Bisection takes fewer comparisons than there are thresholds, and each comparison serves two channels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 IN_BOTH_HALVES = 0x00010001
 SECOND_WHERE_THIRD = 0xD8
-"""The table of ``lop3`` that takes bits of its second operand where the third has ones, and bits of the first else."""
+"""The table of ``lop3`` that takes a bit of its second operand where the third has a one, else of the first."""
 
 
 def last_below(threshold: float) -> float:
@@ -89,7 +89,7 @@ class _Search:
         self.statements.append(f"mov.b32 index, {index};")
 
     def _chosen(self, choices: Sequence[float]) -> str:
-        """The register with the choice whose number is given by the bits that are known."""
+        """The register that holds ``choices[number]``; the bits that are known so far make up the number."""
         known = self.bits[: len(choices).bit_length() - 1]
         if not known:
             return self._constant(choices[0])

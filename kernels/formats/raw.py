@@ -1,8 +1,8 @@
 """``bfloat16``, ``float16`` and ``float32``: plain floats in the same blocks and kernels as the quantized formats.
 
-With them a policy can leave some caches unquantized and still use the fused attention. It reads every key and value
-once for all query heads of a KV head, and reads a cache only as far as it is filled. Values are rounded to nearest
-even; fp16 overflows to infinity, as everywhere in PyTorch.
+With these formats a policy can leave some caches unquantized and still use the fused attention. Fused attention reads
+every key and value once for all query heads of a KV head, and reads only the filled part of a cache. Values are rounded
+to nearest even; fp16 overflows to infinity, as everywhere in PyTorch.
 """
 
 from __future__ import annotations

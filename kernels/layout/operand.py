@@ -53,7 +53,7 @@ class PackedOperand:
 
     Attributes:
         name: identifies the description; all other attributes follow from it.
-        dtype: Triton dtype of the products that levels are multiplied in: float16, bfloat16 or float32.
+        dtype: Triton dtype of the operands of products, in which levels are multiplied: float16, bfloat16 or float32.
         head_dim: channels of a vector.
         padded_head_dim: ``head_dim`` rounded up to a power of two.
         num_planes: planes of channels, see :mod:`kvcompile.kernels.formats.bit_planes`.
@@ -83,8 +83,8 @@ class PackedOperand:
         takes_static_scale: whether vectors have a static scale, which is an argument of kernels and not a constant.
         block_tokens: tokens of a block.
         block_bytes: bytes of a block.
-        gain: levels of the specification over levels of the codec.
-        unpack_gains: for each plane, levels of the specification over the numbers that ``unpack_ptx`` makes.
+        gain: the ratio of a level in the specification to this level in the codec.
+        unpack_gains: for each plane, the ratio of a level in the specification to the number that ``unpack_ptx`` makes.
         codec: the codec of the format.
         ptx: the major compute capability whose inline PTX can run, or 0.
         unpack_ptx: the codec's PTX text for that capability; None without one, for products in float32, and if columns
@@ -158,7 +158,7 @@ class PackedOperand:
 
     @property
     def relative_gains(self) -> tuple[float, ...]:
-        """The ``gains`` over ``largest_gain``."""
+        """The ``gains`` divided by ``largest_gain``."""
         return tuple(gain / self.largest_gain for gain in self.gains)
 
     @property
@@ -309,7 +309,7 @@ def _unpack_ptx(codec: Codec, ptx: int) -> str | None:
 
 
 def _multiplies_integers(layout: PackedLayout) -> bool:
-    """The attribute of :class:`PackedOperand`.
+    """The attribute ``multiplies_integers`` of :class:`PackedOperand`.
 
     The query must be rotated: without outlier channels all channels keep enough digits. A product of integers sums over
     at least 32 channels.
@@ -320,7 +320,7 @@ def _multiplies_integers(layout: PackedLayout) -> bool:
 
 
 def _query_exponent(fmt: Format) -> int:
-    """The attribute of :class:`PackedOperand`.
+    """The attribute ``query_exponent`` of :class:`PackedOperand`.
 
     With an exponent of 7 the smallest normal fp16 number is 21 binary orders below the largest channel, and a bf16
     query is exact within them. Scales per channel multiply the query before its products. fp16 scales are at most

@@ -1,7 +1,7 @@
 """Attention to the new tokens of a prompt in full precision.
 
-A call that brings many tokens still has their keys and values unquantized. Attention then takes these instead of
-dequantized tokens, and a prompt loses no precision to quantization until the first decode step reads it. Tokens of
+A call that writes many tokens still has their unquantized keys and values. Attention then reads these in place of
+dequantized tokens. Quantization therefore costs no precision until the first decode step reads the prompt. Tokens of
 earlier calls are read packed.
 
 Attention of few queries, as in decode steps and in the verification of draft tokens, reads new tokens packed, too. A

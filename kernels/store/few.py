@@ -1,9 +1,9 @@
 """Write a few tokens to a packed cache with a residual in Triton: a step of decoding.
 
 :mod:`kvcompile.kernels.spec.residual` describes a write in four steps. If scales are per token, a token is encoded on
-its own, and a program writes one token: the packed token, and its exact row if its block takes its entry. A block that
-takes its entry anew also needs its other rows there; the program of its first token decodes them. Programs of the same
-write never wait for each other: none of them reads bytes that another one writes.
+its own, and a program writes one token: the packed token, and its exact row if its block has an entry after the write.
+A block that gets the entry by this write also needs its other rows there; the program of its first token decodes these
+rows. Programs of the same write never wait for each other: none of them reads bytes that another one writes.
 
 If scales are per channel, a token changes the codes of its whole block. One program writes all blocks of a head.
 """

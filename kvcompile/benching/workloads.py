@@ -185,7 +185,7 @@ class Caches:
         kv_len: int | None = None,
         ranges: Tensor | None = None,
     ) -> Tensor:
-        """Our attention operator; all benchmarks call it here.
+        """The result of our attention operator, which all benchmarks call through this method.
 
         Args:
             query: [batch, num_heads, q_len, head_dim].

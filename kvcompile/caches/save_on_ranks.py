@@ -110,7 +110,7 @@ def save_on_ranks(
 
 def _described(cache: Any, writer: Writer, folder: Path, header: Mapping[str, Any]) -> Described:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise CacheFileError(f"save_cache: {folder} is not a folder; ranks write a folder with a file for each of them")
+        raise CacheFileError(f"save_cache: {folder} is not a folder; give a folder, in which each rank writes a file")
     folder.mkdir(exist_ok=True)
     content = writer.describe(cache, "")
     found, held = digests.of_tensors(writer.tensors), {}
@@ -263,7 +263,7 @@ def _write_index(index: dict[str, Any], folder: Path) -> None:
     for entry in index["files"]:
         path = folder / entry["name"]
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            raise CacheFileError(f"save_cache: {path} does not reach this rank; give a folder that all ranks share")
+            raise CacheFileError(f"save_cache: this rank does not see {path}; give a folder that all ranks share")
     try:
         earlier = names_of_parts(read_index(folder))
     except (CacheFileError, OSError, LookupError, TypeError):

@@ -84,14 +84,14 @@ class LocalShards:
 def explained_error(error: Exception, example_inputs: Sequence[Any]) -> OptionsError | None:
     """An error with a remedy if distributed inputs with symbolic sizes caused ``error``; otherwise None.
 
-    DTensor looks up plans by the sizes of its arguments, and a symbolic size has no hash.
+    DTensor caches the shardings of operators by the sizes of arguments, and a symbolic size has no hash.
     """
     has_no_hash = isinstance(error, TypeError) and "unhashable" in str(error) and "SymInt" in str(error)
     if not has_no_hash or not any(is_distributed(value) for value in example_inputs):
         return None
     return OptionsError(
-        "DTensor cannot plan the symbolic sizes of this graph, whose parameters are distributed; pass dynamic=False to "
-        "torch.compile, and pad inputs to few lengths"
+        "DTensor does not support the symbolic sizes of this graph, whose parameters are distributed; pass "
+        "dynamic=False to torch.compile, and pad inputs to few lengths"
     )
 
 

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 @with_step_options
 def explain(step: Step) -> None:
-    """Compile a step of a model and report every attention. Exits with 1 if one is refused or runs unpacked."""
+    """Compile a step of a model and report every attention. Exits with 1 if attention is refused or runs unpacked."""
     report = step.print_report()
     if report.totals.refused or report.totals.plain_calls:
         raise typer.Exit(NEGATIVE)

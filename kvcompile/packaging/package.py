@@ -26,7 +26,7 @@ MAX_ERROR = 1e-2
 
 MAX_ROUNDING_ERROR = 0.1
 """The same in half precision, and the largest allowed relative error of the vectors in caches. Vectors that differ in
-their last bits may get other codes, and a code of 4 bits or less is a tenth of a vector's largest number."""
+their last bits may get codes that differ by one, and at 4 bits or less this is a tenth of a vector's largest number."""
 
 
 def package(

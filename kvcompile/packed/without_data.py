@@ -1,6 +1,7 @@
 """Packed caches without data: ``empty_like`` on the meta device is packed, as ``to("meta")`` is.
 
-``aot_compile`` of PyTorch stores guards on a packed cache with such a cache in its place, and makes guards of it again.
+``aot_compile`` of PyTorch stores the guards on a packed cache as a cache without data. A process that loads the
+function makes the guards from this cache again.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Weights:
     def bytes_read(self, num_tokens: int) -> int:
         """Bytes of weights that a decode step over ``num_tokens`` tokens reads.
 
-        A step does not read embeddings (it looks up a row per token) and experts without tokens. If only the size of
+        A step reads neither embeddings (it looks up a row per token) nor experts without tokens. If only the size of
         the weights was given, all bytes count.
         """
         if self.parameters is None:

@@ -108,7 +108,7 @@ def _summary(report: ReportData) -> Markup:
     if totals.plain_calls:
         shares = [("rewritten", totals.calls - totals.plain_calls), ("refused", totals.plain_calls)]
         title = f"{totals.plain_calls} of {plural(totals.calls, 'call')} ran as plain Inductor would"
-        what = element("p", "Bytes of a graph count where one of its calls ran on packed caches.", class_="muted")
+        what = element("p", "The bytes of a graph count if one of its calls ran on packed caches.", class_="muted")
         cards.append(_card(title, _bar(shares, totals.calls), what))
     if totals.ratio is not None:
         rows = _saving(totals.model_bytes_before, totals.model_bytes_after)

@@ -34,9 +34,9 @@ _PRODUCTS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, at
 def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> ComputedRead | None:
     """The caches of latents that keys and values of an attention are computed from.
 
-    A cache from which both are computed has the role ``key``. Beside such a cache, a cache from which only keys are
-    computed has the role ``value``: Transformers keeps the two as ``keys`` and ``values`` of a layer. Otherwise the
-    role is the role of the operand that is computed from the cache.
+    A cache from which keys and values are computed has the role ``key``. If there is such a cache, a second cache from
+    which only keys are computed has the role ``value``, because Transformers keeps the two as ``keys`` and ``values``
+    of a layer. In all other cases, a cache has the role of the operand that is computed from it.
 
     The search stops at the attention of earlier layers.
 
@@ -92,9 +92,10 @@ def read_whole(root: Node) -> Read:
 def later_states(graph: Graph) -> set[Node]:
     """The written states of inputs that may be caches, of four or three dimensions.
 
-    Any activation may have three dimensions. An input of rank 3 counts if keys or values are selected from it. It also
-    counts if the graph copies its state back or returns it, and computes keys or values from that state, but no query.
-    A query is computed from new tokens alone, so a sequence with a token added in front is not a cache.
+    Any activation may have three dimensions. An input of rank 3 is a cache if keys or values are selected from it. It
+    is also a cache if the graph copies its state back or returns it, and computes keys or values, but no query, from
+    that state. A query is computed from new tokens alone. A state from which a query is computed, such as a sequence
+    with a token added in front, is therefore not a cache.
     """
     written = {
         node
@@ -114,7 +115,7 @@ def later_states(graph: Graph) -> set[Node]:
 
 
 def _is_indexed(node: Node) -> bool:
-    """Whether an index reads ``node``, as it reads a pool."""
+    """Whether ``node`` is read by an index, as a pool is."""
     return any(user.target is aten.index.Tensor for user in node.users)
 
 

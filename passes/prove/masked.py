@@ -1,8 +1,8 @@
 """Find the vectors of a write that the write leaves unchanged, because they were read from the same place of the cache.
 
-Models leave out tokens of some sequences, such as sequences that are finished, by a choice between new vectors and
-vectors of the cache: ``k = torch.where(active, k, cache[:, :, pos])`` before the write at ``pos``. The packed cache
-keeps the bytes of such tokens. Its vectors are not dequantized and quantized again.
+To write no tokens for some sequences, such as finished ones, models choose between new vectors and vectors of the
+cache: ``k = torch.where(active, k, cache[:, :, pos])`` before the write at ``pos``. The packed cache keeps the bytes of
+such tokens. Its vectors are not dequantized and quantized again.
 
 A value is *kept* if it is read from the cache where the write puts it. This is proven by the index map of the views in
 between, and by the arguments of read and write, which must be the same values.
@@ -51,8 +51,8 @@ class _Choice:
         mask: its condition.
         takes_new: the value of the condition where it takes new vectors.
         shape: its shape.
-        views: the views between it and the value that is written. A node with other vectors may be among them: that is
-            a choice, whose new vectors these are.
+        views: the views between it and the value that is written. Another choice may be among them, with new vectors of
+            its own.
     """
 
     mask: Node
@@ -78,7 +78,7 @@ class Masked:
     dtype: torch.dtype
 
     def value(self, graph: Graph) -> Node:
-        """The value of the write, with any vectors in place of kept ones, at the graph's insertion point."""
+        """The value of the write at the graph's insertion point. Kept vectors are replaced by arbitrary vectors."""
         innermost = self.choices[-1]
 
         def emit(target: Any, *args: Any, **kwargs: Any) -> Node:

@@ -1,4 +1,4 @@
-"""The positions of tokens that writes and moves of a cache name."""
+"""The positions of the tokens that a write or a move of a cache changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def num_tokens_of(node: Node, axes: str) -> Any:
 
 
 def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
-    """Positions counted from the first. Negative positions count from the end, as in Python.
+    """Positions, all counted from the first token. Negative ``positions`` count from the end, as in Python.
 
     A position outside the cache becomes a position behind its packed data. The last block may have room for more
     tokens than the model's cache, and a write there must not go unnoticed. Behind the data, the store checks bounds:

@@ -22,8 +22,8 @@ in the model                          in the functional graph
                                       put back by ``slice_scatter(cache, ..., 0)``
 ====================================  ===========================================
 
-A mask may leave out tokens of each of these writes, by ``where`` between the written cache and the cache before, or
-between new vectors and those that they would replace (:mod:`kvcompile.passes.prove.masked`).
+Each of these writes may leave out tokens by a mask. Then ``where`` chooses between the cache after and before the
+write, or between new vectors and the vectors that they would replace (:mod:`kvcompile.passes.prove.masked`).
 
 Some writes move the tokens of the cache instead of writing new ones (:mod:`kvcompile.passes.prove.moves`).
 Others reorder sequences (:mod:`kvcompile.passes.prove.reorders`).
@@ -83,7 +83,7 @@ def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
     if write is not None and has_unread_size((node, *node.all_input_nodes, *write.own)):
         raise Refusal(Reason.size_from_data, role=role, op=operation(node))
     if write is not None and _dtype(write.base) != _dtype(node):
-        raise _refuse(node, role, f"it makes {_dtype(node)} of a cache of {_dtype(write.base)}")
+        raise _refuse(node, role, f"its result is {_dtype(node)}, but the cache is {_dtype(write.base)}")
     return write
 
 
@@ -148,8 +148,8 @@ def _write(
 ) -> CacheWrite:
     """The write whose normal form ``fn`` computes from ``value``, in the dtype of the cache, and ``args``.
 
-    ``reads`` finds the vectors of the cache that ``value`` replaces. A write that puts them back by a mask is a write
-    of the other tokens.
+    ``reads`` finds the vectors of the cache that ``value`` replaces. If a mask puts some of these vectors back, the
+    result is a write of the other tokens.
     """
     masked = kept_vectors(value, reads, base) if reads is not None else None
     if masked is not None:
@@ -315,7 +315,7 @@ def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
         raise _refuse(scatter, role, "it writes sequences that are not neighbours")
     first = first_of_slice(start, shape_of(scatter)[axes.index("b")])
     if not statically_known_true((first.meta["val"] if isinstance(first, Node) else first) >= 0):
-        raise _refuse(scatter, role, "the first sequence that it writes may be counted from the last")
+        raise _refuse(scatter, role, "the index of its first sequence may be negative")
     return first
 
 
@@ -414,7 +414,7 @@ def _match_choice(
     if write is None or before is not unpermuted(base, axes)[0]:
         raise _refuse(node, role, "it chooses between states of the cache that are several writes apart")
     if not write.writes_tokens or write.form == "cat":
-        raise _refuse(node, role, f"its mask chooses where {operation(inner)} changes the cache")
+        raise _refuse(node, role, f"its mask applies to {operation(inner)}, which moves or appends vectors")
     own = (*own, inner, *write.own, *views)
     return chosen_write(node, base, write, of_tokens, num_tokens_of(base, axes), own)
 

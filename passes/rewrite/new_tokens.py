@@ -1,7 +1,8 @@
 """Attention to the new tokens of a prompt in full precision (:mod:`kvcompile.kernels.spec.new_tokens`).
 
 The new tokens are the tokens of the last store before attention reads the cache, even if a window drops tokens after
-it. Tokens of earlier stores, which a later store may overwrite, and tokens that a move copies are read packed.
+it. Attention reads two kinds of tokens packed: tokens of earlier stores, which a later store may overwrite, and tokens
+that a move copies.
 """
 
 from __future__ import annotations

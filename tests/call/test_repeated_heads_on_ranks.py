@@ -11,7 +11,7 @@ from cached_attention import WIDTH, outputs
 from ranks import run_on_ranks
 
 TOLERANCE = 1e-5
-"""The largest relative error from another order of summation; the format loses nothing."""
+"""The largest relative error, which comes from another order of summation: the format is lossless."""
 
 
 pytestmark = pytest.mark.slow
@@ -37,5 +37,5 @@ def test_every_rank_packs_the_kv_head_that_it_computes(ranks: list[dict[str, Any
 
 def test_symbolic_sizes_are_an_error_of_one_line(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "DTensor cannot plan the symbolic sizes of this graph" in rank["symbolic sizes"]["error"]
+        assert "DTensor does not support the symbolic sizes of this graph" in rank["symbolic sizes"]["error"]
         assert "pass dynamic=False to torch.compile" in rank["symbolic sizes"]["error"]

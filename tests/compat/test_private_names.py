@@ -31,7 +31,7 @@ UNDOCUMENTED = re.compile(
 """Names without an underscore that no documentation has."""
 
 GLUON = ("hopper.py", "hopper_tiles.py")
-"""Kernels that are written in Triton's experimental language as a whole."""
+"""Kernels that are written entirely in Triton's experimental language."""
 
 READ_BY_PYTORCH = {"_boxed_call", "_stable_hash_for_caching"}
 """Names that PyTorch looks up in our classes; ``test_behaviour.py`` checks that it does."""

@@ -136,4 +136,4 @@ def test_a_cache_that_would_change_its_dtype_stays_plain() -> None:
         torch.testing.assert_close(result, plain)
     (site,) = last_report().sites
     assert site.reason_code == "unknown_write"
-    assert "makes torch.float32 of a cache of torch.bfloat16" in str(site.reason)
+    assert "its result is torch.float32, but the cache is torch.bfloat16" in str(site.reason)

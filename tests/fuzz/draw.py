@@ -63,11 +63,11 @@ NOT_DIVIDED = ("scatter_", "scatter", "index_put_", "index_put")
 """Writes of a cache with merged heads that are refused: by an index for each channel, or through a transposed view."""
 
 TOKENS_FIRST = ("index_put_", "index_put")
-"""Writes that bring tokens to the first dimension. Behind the channels of a transposed cache they are refused."""
+"""Writes whose indexed value has the tokens in its first dimension. They are refused in a transposed cache."""
 
 QUANTIZED_TWICE = ("where", "functional", "cat_twice")
-"""Writes that one side carries out by quantizing the whole cache again: compiled code for two ``cat`` in a step, eager
-code for all others."""
+"""Writes that quantize the whole cache again, either in compiled code (two ``cat`` in a step) or in eager code (all
+others)."""
 
 LOSSY = ("int8_per_token_head", "int4", "fp8_e4m3", "turboquant_4bit_nc", "int4_per_token_head")
 
@@ -190,7 +190,7 @@ def programs(
     count = draw(usually(1, [2]))
     stacks = [stack for stack in STACKS if stack != "ranges" or axes.endswith("d")]
     stack = draw(usually("none", stacks)) if kind == STATIC and len(axes) == 4 and not lossy else "none"
-    # Attention of rank 3 gives the query's own rank, so that all layers of a program fit each other.
+    # The result of attention has the rank of its query, so all layers of a program have one rank.
     memory = "own"
     if twisted and kind not in POOLS:
         memory = draw(usually("own", [*MEMORY, *ALIASED]))

@@ -129,7 +129,7 @@ print(entry.name, entry.value)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_a_clean_environment_installs_it_by_name_from_a_local_index(kind: str, index: Path, tmp_path: Path) -> None:
-    """The environment is empty but for what kvcompile depends on, which a path file takes from this interpreter."""
+    """The environment has only the dependencies of kvcompile, which a path file takes from this interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "clean")], check=True)
     python = str(tmp_path / "clean" / "bin" / "python")
     only = ["--only-binary", "kvcompile"] if kind == "wheel" else ["--no-binary", "kvcompile", "--no-build-isolation"]
