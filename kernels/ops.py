@@ -258,7 +258,7 @@ def _new_tokens(
             f"new_{name}s, but are {slots.dtype} {list(slots.shape)}"
         )
     if not layout.takes_new_tokens:
-        raise ValueError(f"kvcompile::attention: no attention to new tokens beside a cache in {layout.spec}")
+        raise ValueError(f"kvcompile::attention: a cache in {layout.spec} takes no new_{name}s; leave them out")
     return None if reads_packed(q_len) else NewTokens(x, slots)
 
 
@@ -281,7 +281,7 @@ def _key_factors(
             f"{factors.dtype} {list(factors.shape)}"
         )
     if has_new_keys:
-        raise ValueError("kvcompile::attention: key_factors exclude new_keys; read the new keys packed")
+        raise ValueError("kvcompile::attention: give key_factors or new_keys, not both")
     return KeyFactors(paired, factors)
 
 

@@ -92,8 +92,8 @@ class Reason(enum.Enum):
         "other tokens with a mask",
     )
     size_from_data = (
-        "its {role} cache has or gets a size, in {op}, that only the data of a step determine",
-        "take sizes from the shapes of inputs; a position may come from data (.item()), the number of tokens may not",
+        "the size of its {role} cache depends on the data of a step, in {op}",
+        "take sizes from the shapes of inputs; a position may come from data (.item()), but a number of tokens may not",
     )
     channels_not_last = (
         "its {role} cache {source}, {shape}, ends neither in head_dim nor in [head_dim, tokens]: {detail}",

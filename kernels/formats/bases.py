@@ -143,7 +143,7 @@ def find(reference: str) -> Basis:
         return basis
     first, last = int(parts["first"]), int(parts["last"])
     if not first <= last < basis.num_heads:
-        raise ValueError(f"the basis {parts['digest']} has {basis.num_heads} heads, without all of {first} to {last}")
+        raise ValueError(f"the basis {parts['digest']} has {basis.num_heads} heads; {first} to {last} are needed")
     with without_modes():  # a tracer may ask first, and would cut fake tensors
         return basis.of_heads(first, last)
 

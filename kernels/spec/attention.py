@@ -197,7 +197,7 @@ def _attend(
     if mask is not None and is_causal:
         raise ValueError("attend: is_causal excludes a mask; make the mask causal and leave out is_causal")
     if factors is not None and new[0] is not None:
-        raise ValueError("attend: key_factors exclude new_keys; read the new keys packed")
+        raise ValueError("attend: give key_factors or new_keys, not both")
     capacity = BLOCK_TOKENS * k_layout.token_blocks(k_data)
     if isinstance(kv_len, int) and isinstance(capacity, int) and kv_len > capacity:
         raise ValueError(f"attend: kv_len {kv_len} is more than {capacity}, the capacity of k_data in tokens")

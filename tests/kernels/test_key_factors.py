@@ -67,5 +67,5 @@ def test_exact_blocks_have_the_factors_of_their_tokens(key, q_len):
 
 def test_new_keys_are_read_packed_beside_factors():
     new = NewTokens(torch.zeros(2, 2, 1, 64), torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(ValueError, match="key_factors exclude new_keys"):
+    with pytest.raises(ValueError, match="key_factors or new_keys, not both"):
         CaseWithFactors().attend(new_keys=new)
