@@ -6,8 +6,9 @@ manager for a :class:`~kvcompile.generation.Generation`, so that ``kvcompile.com
 and ``kvcompile.uncompile(model)`` undoes it. :mod:`kvcompile.caches.pages` has the cache itself.
 
 The manager chooses its settings as for flash attention: forward passes run eagerly on CPUs and as CUDA graphs on GPUs,
-and are compiled if its configuration says so. It allows the fast path for decode steps only to kernels of flash
-attention. The operator for packed pages also reads block tables, on every device, so the fast path is restored.
+and are compiled if its configuration says so. The manager allows the fast path for decode steps, which reads block
+tables, only with kernels of flash attention. The operator for packed pages also reads block tables, on every device, so
+kvcompile restores the fast path.
 """
 
 from __future__ import annotations

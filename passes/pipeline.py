@@ -235,8 +235,8 @@ PIPELINE = (
         "split_stacks",
         _split_stacks,
         "No output is a copy back into an input.",
-        "Each input that attention reads holds one cache: an index or a range of channels selects it. The positions of "
-        "the inputs are final but for this split.",
+        "Each input that attention reads holds one cache: an index or a range of channels selects it. Apart from this "
+        "split, the positions of the inputs are final.",
     ),
     Pass(
         "page_pools",

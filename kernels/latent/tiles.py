@@ -38,7 +38,7 @@ class LatentOperand:
     :func:`latent_operand` makes the instances, one for each list of its arguments. They compare by identity.
 
     Attributes:
-        dtype: Triton dtype of the products that latents are multiplied in: bfloat16 or float32.
+        dtype: Triton dtype of the operands of products, to which latents are converted: bfloat16 or float32.
         head_dim: channels of a latent.
         block_tokens: tokens of a block.
         num_slices: number of slices into which the channels are cut. Each is a tile; the last one holds the rotary

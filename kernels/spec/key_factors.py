@@ -1,4 +1,4 @@
-"""Key factors: attention on pre-RoPE keys multiplies them by factors of their token, and applies RoPE in this way.
+"""Key factors: attention applies RoPE to pre-RoPE keys by two factors for each token and channel.
 
 RoPE (a rotary position embedding, RoFormer, arXiv:2104.09864) rotates pairs of channels by an angle of the token. With
 the partner ``p(i)`` of channel ``i``,

@@ -92,7 +92,7 @@ def pair_of(role: Role, format_name: str) -> FormatPair:
 
 
 def half_caches(model: Any, schedule: Schedule, sites: Sequence[Site]) -> tuple[list[HalfCache], int]:
-    """The key and value caches of all layers with exactly one of ``sites``, and the elements of the whole cache."""
+    """The key and value caches of all layers with exactly one of ``sites``, and the number of all elements."""
     cache = new_cache(model, schedule)
     with torch.no_grad(), running_eagerly():
         model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), **with_cache(model, cache))

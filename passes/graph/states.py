@@ -21,10 +21,11 @@ def first_state(node: Node) -> Node:
 
 
 def kept_arm(choice: Node) -> Node:
-    """The operand of ``choice``, a ``where``, that is the earlier state: the other is written where a mask says so.
+    """The operand of ``choice``, a ``where``, that is the earlier state. The other operand has the write of a mask.
 
-    If both are states of one value, the earlier state has fewer writes. Otherwise it is an input of the shape of
-    ``choice`` or a later state of one, and the last operand if this does not tell.
+    If both operands are states of one value, the earlier state has fewer writes. Otherwise, the earlier state is an
+    input of the shape of ``choice``, or a later state of such an input. If this holds for neither or for both operands,
+    the result is the last operand.
     """
     return _kept_arm(choice, {})
 

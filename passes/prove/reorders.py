@@ -67,7 +67,7 @@ def _of_index_select(node: Node, axes: str) -> Node | None:
 
 
 def _of_gather(node: Node, axes: str) -> Node | None:
-    """The sequences of a ``gather`` whose index is the same for all vectors of a sequence, and that takes all."""
+    """The sequences that a ``gather`` takes as a whole: its index is the same for all vectors of a sequence."""
     base, axis, index, *_ = arguments(node)
     if axes[axis] != "b":
         return None

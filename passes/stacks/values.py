@@ -107,7 +107,7 @@ def without(dims: tuple[int, ...], dim: int) -> tuple[int, ...]:
 
 
 def selected(at: Node, node: Node, dims: tuple[int, ...], part: PartIndex, rank: int) -> Value:
-    """The part of ``node`` that is combined with one part of a tensor, to which ``node`` is broadcast.
+    """The part of ``node`` that is combined with part ``part`` when ``node`` is broadcast to a tensor of parts.
 
     Args:
         at: the node that combines them.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
-    """Writes the tokens at positions ``pos`` [n], and attends to all tokens up to each of them."""
+    """Writes the tokens at positions ``pos`` [n]. Each token attends to all tokens up to its own position."""
     keys.index_copy_(2, pos, k)
     values.index_copy_(2, pos, v)
     visible = torch.arange(keys.shape[2], device=pos.device) <= pos[:, None]

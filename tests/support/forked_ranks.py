@@ -1,8 +1,8 @@
 """Run programs on several ranks. Without GPUs they are forks of one process, which imports PyTorch once for all.
 
 Each line of the standard input is a call, JSON with the fields of :class:`Call`. The answer to it is a line of JSON on
-the standard output: ``status``, zero if all ranks ended well, and ``seconds``, the processor time that this process and
-all that it has waited for have taken so far.
+the standard output: ``status``, zero if all ranks ended well, and ``seconds``, the processor time of this process and
+of all processes that it has waited for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Call:
 
     Attributes:
         output: the file for what the ranks print and for their errors.
-        separate: whether a rank that fails ends no other. Otherwise it ends all, as under torchrun.
+        separate: whether the other ranks go on if one rank fails. Otherwise all ranks end, as under torchrun.
     """
 
     size: int
