@@ -262,8 +262,8 @@ def _tuned_config(
 def _of_two_warps(config: AttentionConfig) -> AttentionConfig:
     """The configuration of four warps as one of two, with half of the tokens and twice the programs, if tiles allow it.
 
-    Two warps are no warpgroup. For its products each byte of codes is loaded alone and moved to another place, and the
-    loop keeps up to 0.9 KiB of a thread in memory (Triton 3.9).
+    Two warps are no warpgroup. For the products of a warpgroup each byte of codes is loaded alone and moved to another
+    place, and the loop spills up to 0.9 KiB of a thread (Triton 3.9).
     """
     tokens = max(64, config.tokens // 2)
     programs = config.programs_per_sm * config.tokens // tokens
@@ -278,9 +278,10 @@ def _has_unequal_planes(key: PackedOperand, value: PackedOperand) -> bool:
 def _spills_tuned(capability: int, key: PackedOperand, value: PackedOperand) -> bool:
     """Whether the tuned configuration spills.
 
-    It does if unequal planes are unpacked without inline PTX. It also does if scales are per group, which are as many
-    as the levels of a plane, in float32: on Hopper it keeps 10 KiB of a thread in memory for ``int4_per_group_128``,
-    and the portable one nothing; with 8 bits, which have one plane, it keeps 64 bytes.
+    It spills if unequal planes are unpacked without inline PTX. It also spills if scales are per group: they take as
+    many float32 registers as the levels of a plane. On Hopper it then spills 10 KiB of a thread for
+    ``int4_per_group_128``, and the portable configuration spills nothing. With 8 bits, which have one plane, it spills
+    64 bytes.
     """
     if _has_unequal_planes(key, value) and None in (key.unpack_ptx, value.unpack_ptx):
         return True

@@ -22,7 +22,7 @@ from kvcompile.compat.triton_names import direct_launch
 from kvcompile.kernels.lang.launcher import PLAIN_TENSORS, Launch, instead_of_launching, launches_nothing
 
 MOST_RECIPES = 4096
-"""An operator forgets its recipes at this number. The length of a growing cache makes a new one in every step."""
+"""An operator forgets its recipes if it has this many. A growing cache makes a new recipe in every step."""
 
 _MAKES_TENSORS = {torch.empty, torch.empty_strided, Tensor.new_empty}
 _MAKES_VIEWS = {

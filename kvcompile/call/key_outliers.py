@@ -1,10 +1,11 @@
 """Guards against outlier keys: a few channels so large that a scale per token rounds away the other channels.
 
-Keys of models with large key biases (Qwen2, Qwen2.5) have a few channels tens of times larger than the rest. A scale
-that all channels of a vector share follows the largest channel. A rotation spreads the error of the largest channel
-over all channels. The relative error of a whole vector hides this, because the large channels carry the norm. Attention
-suffers nevertheless: the large channels are nearly the same in every key, and only the other channels tell keys apart.
-The check therefore measures the relative error of the *median* channel, as the layer's own format stores it.
+Keys of models with large key biases (Qwen2, Qwen2.5) have a few channels tens of times larger than the rest. If all
+channels of a vector share a scale, the largest channel determines it. A rotation spreads the error of the largest
+channel over all channels. The relative error of a whole vector hides this, because the large channels carry the norm.
+Attention suffers nevertheless: the large channels are nearly the same in every key, and only the other channels tell
+keys apart. The check therefore measures the relative error of the *median* channel, as the layer's own format stores
+it.
 
 By Shannon's bound a relative error of ``2**-b`` takes ``b`` bits. Let ``e0`` be the error of a format on normally
 distributed vectors, and ``e`` its error on the median channel. The format keeps ``-log2(e0)`` bits of each channel if

@@ -1,4 +1,5 @@
-"""A compiled function that ``aot_compile`` stores in a file. Another process runs it without tracing and passes.
+"""A compiled function that ``aot_compile`` stores in a file. Another process runs it without a trace and without the
+passes.
 
 PyTorch stores the guards and Dynamo's bytecode. The file also has the code of Inductor with the plan of a call
 (:class:`~kvcompile.call.packed_code.PackedCode`), the list of caches that a call packs, and the entry of the report.

@@ -25,7 +25,7 @@ _ALONG = (
     aten.select.int,
     aten.cat.default,
 )
-"""Operators along one dimension. Only a write of a range of channels may go along the last one."""
+"""Operators along one dimension. This may be the last dimension only for a write of a range of channels."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ def outputs_of(graph: Graph) -> set[Node]:
 def states_to_divide(first: Node, width: int | None = None) -> list[Node]:
     """``first`` and its later states that keep its last dimension whole.
 
-    With ``width``, a state may write one range of so many channels.
+    With ``width``, a state may write one range of ``width`` channels.
     """
     states = {first: None}
     for node in first.graph.nodes:
@@ -283,6 +283,6 @@ class _Division:
 
 
 def takes_divided(user: Node, states: Sequence[Node]) -> bool:
-    """Whether a user of a state takes it divided: a later state, the caller or the copy back."""
+    """Whether ``user`` takes the divided state, as later states, the caller and the copy back do."""
     is_copied_back = user.target is aten.copy_.default and user.args[0] is states[0]
     return user in states or user.op == "output" or is_copied_back

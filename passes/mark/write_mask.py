@@ -13,7 +13,7 @@ from kvcompile.passes.mark.values import Add, BiasStep, Fill, Floor, Multiply, O
 from kvcompile.passes.mark.writer import GraphWriter
 
 LOWEST = torch.finfo(torch.float32).min
-"""The number that replaces a mask's only finite constant if the constant would not absorb every score."""
+"""The number that replaces the only finite constant of a mask if this constant does not absorb every score."""
 
 
 def write_mask(

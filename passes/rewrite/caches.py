@@ -2,7 +2,8 @@
 
 The graph's inputs keep their number and order, because AOTAutograd and Inductor refer to inputs by position. A
 placeholder of packed data takes the place of the placeholder of each cache. The caller of the compiled graph passes
-packed data there. :class:`InputAction` and :class:`OutputAction` tell its duties for each input and output.
+packed data there. :class:`InputAction` and :class:`OutputAction` describe the caller's duties for each input and
+output.
 """
 
 from __future__ import annotations
