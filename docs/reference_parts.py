@@ -61,7 +61,7 @@ def tested_releases() -> str:
 
 
 def gpus() -> str:
-    """What is known about each GPU: whether it was tested, and what its compiled kernels take."""
+    """The facts about each GPU: whether it was tested, and the resources that its compiled kernels take."""
     compiled = json.loads((Path(__file__).parent / "kernels_by_gpu.json").read_text(encoding="utf-8"))
     rows = []
     for gpu in GPUS:

@@ -50,7 +50,7 @@ def architecture_of(device: torch.device) -> str:
 
 
 def standing_of(device: torch.device) -> Standing:
-    """What is known about a GPU in this machine; ``not compiled`` for NVIDIA's architectures that no row names."""
+    """The standing of a GPU in this machine; ``not compiled`` for NVIDIA's architectures that no row names."""
     if why_unsupported(device) is not None:
         return "refused"
     architecture = architecture_of(device)

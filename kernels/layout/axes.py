@@ -142,7 +142,7 @@ def without_ranges(x: Tensor, num_ranges: int) -> Tensor:
 
 
 def shape_of_part(x: Tensor, stacked_dims: Sequence[int], num_ranges: int) -> list[Any]:
-    """The shape of each part of a stack, whose stacked dimensions count those of :func:`with_ranges`."""
+    """The shape of each part of a stack; its stacked dimensions are numbered as in :func:`with_ranges`."""
     return [size for dim, size in enumerate(with_ranges(x, num_ranges).shape) if dim not in stacked_dims]
 
 

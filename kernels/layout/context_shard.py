@@ -1,8 +1,8 @@
 """The tokens of a cache that one rank keeps under context parallelism.
 
 The ranks take turns at blocks of BLOCK_TOKENS tokens: block ``b`` belongs to rank ``b % size``, where it is block
-``b // size``. All ranks then hold equally many tokens of a sequence, to within a block, however long it is. Every rank
-reserves the same number of blocks.
+``b // size``. However long a sequence is, two ranks differ by at most one block of tokens. Every rank reserves the same
+number of blocks.
 """
 
 from __future__ import annotations

@@ -385,8 +385,8 @@ def header_of(layout: PackedLayout, x: Tensor, num_written: Tensor | None = None
     Args:
         layout: the layout of the cache, with a residual.
         x: the tokens.
-        num_written: int64 [] or [batch]: the recent blocks end with the last of so many tokens instead, because the
-            others were never written. 0 if this is not known.
+        num_written: int64 [] or [batch]: the recent blocks end with the last of this number of tokens instead, because
+            the others were never written. 0 if this is not known.
 
     Returns:
         uint8 [header_blocks, batch, num_kv_heads, block_bytes].

@@ -24,9 +24,9 @@ CONTEXTS = (8192, 32768)
 
 EXACT_LEGEND = (
     "exact: tokens that a cache keeps in full precision, on average over keys and values.  share: their share of a "
-    "window.  packed: bits per element without them.  8k, 32k: bits of a bfloat16 cache of so many tokens, with them.  "
-    "KL: divergence of the predictions of the prefill, which reads its own tokens packed unless it is exact, and of "
-    "the later steps.  +-: standard error of KL later, from the means of the windows; blank for one window."
+    "window.  packed: bits per element without them.  8k, 32k: bits per element with them, of a bfloat16 cache of this "
+    "length.  KL: divergence of the predictions of the prefill, which reads its own tokens packed unless it is exact, "
+    "and of the later steps.  +-: standard error of KL later, from the means of the windows; blank for one window."
 )
 
 RECALL_LEGEND = (

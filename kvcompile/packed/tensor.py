@@ -298,8 +298,8 @@ class PackedTensor(PackedSubclass):
     def inner_packed(self) -> Tensor:
         """The inner tensor for PyTorch: ``packed`` with the dynamic marks that follow from this tensor's marks.
 
-        ``mark_dynamic`` also marks the same dimensions of an inner tensor with equally many dimensions. These marks are
-        wrong and are dropped, because tokens lie in different dimensions of a cache and of its blocks.
+        ``mark_dynamic`` also marks the same dimensions of an inner tensor that has the same number of dimensions. These
+        marks are wrong and are dropped, because tokens lie in different dimensions of a cache and of its blocks.
 
         Guards read this property of every cache at every call.
         """

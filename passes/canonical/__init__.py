@@ -1,4 +1,4 @@
-"""Small rewrites before analysis, which bring a graph to fewer forms.
+"""Small rewrites before the analysis, which leave fewer forms to analyse.
 
 This room imports graph and the contracts.
 """

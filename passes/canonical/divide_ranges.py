@@ -72,7 +72,7 @@ def divide_ranges(graph: Graph) -> Divided:
 
 
 def _inputs(graph: Graph) -> dict[Node, int]:
-    """The inputs of which keys and values of attention are different ranges, with the channels of a range."""
+    """The inputs whose ranges are the keys and the values of attention, with the number of channels of a range."""
     keys: dict[Node, set[range]] = {}
     values: dict[Node, set[range]] = {}
     for call in map(Marker.of, markers_of(graph)):

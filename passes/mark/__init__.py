@@ -1,4 +1,4 @@
-"""Put one marker operator in the place of every attention, in Dynamo's graph.
+"""Add one marker operator to every attention, in Dynamo's graph.
 
 This room imports graph and the contracts.
 """

@@ -244,7 +244,7 @@ class _Walk:
         """Note a coefficient of keys with ``dims``; raises unless it is the same for all sequences and heads.
 
         Returns:
-            Its dimensions of sequences or heads, of which one index is enough.
+            Its dimensions of sequences or heads. One index of each is enough.
         """
         sizes = shape_of(node) if isinstance(node.meta.get("val"), Tensor) else None
         if node in self.forms or sizes is None or len(sizes) > len(dims):

@@ -76,7 +76,7 @@ aten = torch.ops.aten
 def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
     """Read ``node`` as a write along the tokens of a cache in the order ``axes``.
 
-    Returns None if ``node`` is not a cache write. Raises Refusal if it is one in a form that is not understood.
+    Returns None if ``node`` is not a cache write. Raises Refusal for a cache write in a form that is not recognised.
     """
     matcher = _MATCHERS.get(node.target) if node.op == "call_function" else None
     write = _with_later_sizes(lambda: matcher(node, axes, role)) if matcher else None

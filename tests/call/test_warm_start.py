@@ -1,4 +1,4 @@
-"""Another process, or a second compilation, loads the code of a rewritten graph, and never that of another policy."""
+"""Another process, or a second compilation, loads the code of a rewritten graph, never the code of another policy."""
 
 from __future__ import annotations
 

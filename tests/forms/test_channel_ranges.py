@@ -118,7 +118,7 @@ def inputs(n: int, begin: int) -> tuple[Tensor, ...]:
 
 
 def run_beside_eager(fn: Step, step: Step, kv: Tensor, lengths: tuple[int, ...] = (66, 1)) -> Tensor:
-    """Run the compiled step and eager code on a plain cache; returns the cache of the former."""
+    """Run the compiled step and eager code on a plain cache; returns the cache of the compiled step."""
     expected_kv, begin = kv.clone(), 0
     for n in lengths:
         args = inputs(n, begin)

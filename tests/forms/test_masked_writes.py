@@ -1,7 +1,7 @@
-"""Writes that a mask leaves out, as for sequences of a batch that are finished: packed caches keep these tokens' bytes.
+"""Writes that a mask leaves out, as for finished sequences of a batch: packed caches keep the bytes of these tokens.
 
-Compiled steps equal plain code in a lossless format. In other formats their bytes equal those of the specification's
-``write_tokens`` with ``valid``. Graphs run node by node.
+Compiled steps equal plain code in a lossless format. In other formats, the bytes equal the bytes that the
+specification's ``write_tokens`` writes with ``valid``. Graphs run node by node.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Outcome:
     Attributes:
         verdict: ``equal``; ``wrong``; ``crash``: only the packed program raises, and not on purpose; ``loud``: it
             raises an error that tells the remedy; ``invalid``: the plain program raises, too, in eager code or as
-            Inductor compiles it, which runs its graphs as those of the packed program are run.
+            Inductor compiles it. Its graphs then run in the same way as the graphs of the packed program.
         detail: the difference or the error.
         outcomes: the outcome of every site of every graph; its reason, if it was not rewritten.
         plain_calls: why calls of rewritten graphs ran as plain Inductor would.

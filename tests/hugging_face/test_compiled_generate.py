@@ -108,7 +108,7 @@ SLOW_VARIANTS = ("sampled beams", "a static cache", "a prompt of one token")
 def test_every_way_to_decode_gives_the_same_tokens_with_one_packed_cache(
     arguments: dict[str, Any], made: list[Any]
 ) -> None:
-    """The report names the class of the model that generates, not that of the function that is compiled."""
+    """The report names the class of the model that generates, not the function that is compiled."""
     expected = generated(tiny_llama(num_layers=1), **arguments)
     model = compiled_llama()
     with collect_reports() as report:

@@ -53,7 +53,7 @@ def written_parameters(ttir: str) -> set[str]:
 
 
 def written_in(function: str, called: dict[str, list[int]]) -> set[str]:
-    """The parameters of one function that it stores to; ``called`` has those of other functions by their places."""
+    """The parameters that one function stores to; ``called`` has the places of such parameters of other functions."""
     bases = {name: {name} for name in re.findall(r"(%\w+): !tt.ptr", function.split("\n", 1)[0])}
     written, results = set(), {}
     for line in function.splitlines():

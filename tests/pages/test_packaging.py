@@ -157,7 +157,7 @@ def run(command: list[str], cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def beside_pytorch(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """What a program that imports PyTorch first finds, and what it logs with the setting ``TORCH_LOGS``."""
+    """The names that a program finds if it imports PyTorch first, and its log with the setting ``TORCH_LOGS``."""
     program = """
 import json, os, sys, torch
 found = {"listed": "kvquant" in torch._dynamo.list_backends()}

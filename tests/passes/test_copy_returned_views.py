@@ -1,4 +1,4 @@
-"""What the model returns as a new tensor is a value of the graph, even if an operation on an input was dropped."""
+"""A new tensor that the model returns is a value of the graph, even if an operation on an input was dropped."""
 
 from __future__ import annotations
 

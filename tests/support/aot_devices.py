@@ -49,7 +49,7 @@ PAIRS = (
     ("int8_per_token_head", "turboquant_4bit"),
     ("turboquant_3bit", "int4_unrotated"),
 )
-"""Formats of keys and values: each format, those of presets that have another value format, and tokens in full
+"""Formats of keys and values: each format alone, presets with two formats, and formats with tokens in full
 precision."""
 
 KV_LEN = 1000
@@ -62,7 +62,7 @@ MOST_SPILLED_IN_WIDE_HEADS = 1024
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel takes.
+    """The resources that a compiled kernel takes.
 
     Attributes:
         kernel: its name.
@@ -228,7 +228,7 @@ def most_spilled(case: Case) -> int:
 
 
 def faults(case: Case, kernels: Iterable[Resources]) -> list[str]:
-    """What keeps kernels from running on the GPU of a case, or makes them slow there; empty if they are fine."""
+    """The faults that keep kernels from running on the GPU of a case, or make them slow; empty without a fault."""
     limits, found = GPUS[case.gpu].multiprocessor, []
     for kernel in kernels:
         shared = kernel.programs * (kernel.shared + RESERVED)
@@ -264,7 +264,7 @@ def _supports(pair: tuple[str, str], head_dim: int) -> bool:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What docs/compatibility.md shows for each GPU: calls, kernels, the largest program and spills."""
+    """The rows of docs/compatibility.md, one for each GPU: calls, kernels, the largest program and spills."""
     found: dict[str, Any] = {}
     for name, gpu in GPUS.items():
         all_calls = sum(case.gpu == name for case in all_cases())

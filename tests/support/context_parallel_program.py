@@ -87,7 +87,7 @@ CASES = [(name, "float32") for name in MODELS] + [("mask", "int4_per_token_head"
 
 
 def steps_of(name: str, policy: str, num_ranks: int) -> tuple[int, ...]:
-    """The steps of a case. Two ranks write chunks to packed caches at common positions, and at those of sequences."""
+    """The steps of a case. Two ranks write chunks at common positions, and at positions per sequence."""
     return STEPS if num_ranks > 2 or (policy == "float32" and name in ("mask", "per sequence")) else FEW_SIZES
 
 

@@ -1,4 +1,4 @@
-"""The digest of a small graph, for tests/call/test_warm_start.py, which compares it with that of another process.
+"""The digest of a small graph, for tests/call/test_warm_start.py, which compares it with the digest of another process.
 
 ``forked_ranks.py`` runs ``digest_program.py OUTPUT.json``, which writes the digest and the hash of a text.
 """

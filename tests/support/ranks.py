@@ -34,7 +34,7 @@ def save_results(result: Any, output: Path) -> None:
 
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONHASHSEED": "7"}
-"""Of the server. Its hashes of texts differ from those of this process, which are random."""
+"""The environment of the server, whose hashes of texts are fixed. The hashes of this process are random."""
 
 
 @functools.cache

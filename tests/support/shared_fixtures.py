@@ -29,7 +29,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="module", autouse=True)
 def present_objects_skipped_in_collections() -> None:
-    """A test that collects garbage looks at the objects of its own file, not at those of all files before it."""
+    """A test that collects garbage looks at the objects of its own file, and skips the objects of earlier files."""
     skip_present_objects_in_collections()
 
 
@@ -108,7 +108,7 @@ def with_code_of_operators() -> Iterator[None]:
 
 @pytest.fixture
 def no_kernels_of_inductor(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Code has calls of operators, and with ``operators_traced`` those of the plain PyTorch of stores and attention."""
+    """Code calls operators; with ``operators_traced`` it calls the plain PyTorch operators of stores and attention."""
     traced = "operators_traced" in request.fixturenames
     with without_kernels_of_inductor() if traced else with_code_of_operators():
         yield

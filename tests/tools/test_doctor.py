@@ -26,7 +26,7 @@ def _no_policy_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _compiler_checked_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C++ compiler translates its program once for all tests, but for the one that takes the compiler away."""
+    """The C++ compiler translates its program once for all tests, except the test that takes the compiler away."""
     if request.function is not test_doctor_fails_without_a_compiler:
         monkeypatch.setattr(doctor_checks, "_compiler", compiler_checked_once)
 
