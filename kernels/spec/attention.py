@@ -83,7 +83,7 @@ def attend(
         is_causal: query ``i`` sees the keys 0 to ``i``, as in ``F.scaled_dot_product_attention``.
         scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
         softcap: if not 0, scores become ``softcap * tanh(scores / softcap)`` before the mask.
-        new_keys, new_values: tokens that the same call has written, to which attention of many queries is exact.
+        new_keys, new_values: tokens that the same call has written, which many queries read in full precision.
         key_factors: the factors of pre-RoPE keys, for the first ``kv_len`` tokens; excludes new keys.
 
     Returns:

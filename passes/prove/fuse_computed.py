@@ -1,6 +1,6 @@
 """Choose how attention on computed keys reads its caches.
 
-The first of these ways that the formats, the device and the query allow:
+There are three ways. The pass takes the first one that the formats, the device and the query allow:
 
 1. Attention reads packed pre-RoPE keys and applies RoPE itself, if RoPE is proven
    (:mod:`kvcompile.passes.prove.key_factors`). The values are packed.

@@ -190,8 +190,8 @@ def insert_attention(
 ) -> Node:
     """Insert the attention of ``marker`` on packed data at the graph's insertion point; returns its output.
 
-    ``new_keys`` and ``new_values`` are tokens that the graph has written, to which attention is exact. They are the
-    same if one cache serves as keys and values. ``key_factors`` are the factors of pre-RoPE keys.
+    ``new_keys`` and ``new_values`` are tokens that the graph has written, which attention reads in full precision. They
+    are the same if one cache serves as keys and values. ``key_factors`` are the factors of pre-RoPE keys.
     """
     op, new = torch.ops.kvcompile.attention.default, (new_keys, new_values)
     out: Node = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, attend, new, key_factors)
