@@ -18,7 +18,7 @@ class Source(NamedTuple):
         data: packed data.
         operand: its compile-time description.
         static_scale: the static scale of the format.
-        new: new tokens, to which attention is exact; None if there are none.
+        new: new tokens, which attention reads in full precision; None if there are none.
     """
 
     data: Tensor
@@ -41,7 +41,7 @@ class AttentionCall(NamedTuple):
         softcap: bound of the scores times log2(e); 0 without a softcap.
         key, value: compile-time descriptions of keys and values.
         key_scale, value_scale: static scales of keys and values.
-        new_keys, new_values: new tokens, to which attention is exact; None if there are none.
+        new_keys, new_values: new tokens, which attention reads in full precision; None if there are none.
         key_factors: the factors of pre-RoPE keys; None if attention reads keys as cached.
     """
 

@@ -1,11 +1,11 @@
 """Attention to the exact blocks in the header of a packed cache.
 
 The loop over tiles of packed tokens hides exact blocks. A program attends to exact blocks after that loop, in a
-separate softmax, whose result the kernel that merges the splits adds. Exact rows are in the original basis, and so are
+separate softmax. The kernel that merges the splits adds the result. Exact rows are in the original basis, and so are
 the query and the output here. They need no rotation.
 
-Work is shared out in *items*, which are runs of rows of one entry. The splits take turns at the items. Splits that have
-one item less than the others take more tiles of packed tokens (:func:`own_turns`), so that all have equal work. A
+Work is shared out in *items*, which are runs of rows of one entry. The splits take turns at the items. Splits with one
+item fewer than the others take more tiles of packed tokens (:func:`own_turns`), so all splits have equal work. A
 program prefetches the rows of its first item when it starts, before it knows which block the entry holds.
 
 A block may be exact for keys only, or for values only. The rows of the other operand are then decoded. If keys and

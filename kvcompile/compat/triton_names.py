@@ -30,8 +30,9 @@ target_info = _found("language", "target_info")
 gdc_wait = _found("language", "extra", "cuda", "gdc_wait")
 gdc_launch_dependents = _found("language", "extra", "cuda", "gdc_launch_dependents")
 
-# Since Triton 3.8 any product of four warps on Hopper is one of a warpgroup. Earlier releases multiplied halves with
-# ``input_precision="tf32x3"`` by the instructions of single warps. If this is wrong, decoding is slower.
+# Since Triton 3.8 any product of four warps on Hopper uses warpgroup instructions. Earlier releases used the
+# instructions of single warps for fp16 operands with ``input_precision="tf32x3"``. If this is wrong, decoding is
+# slower.
 PREFERS_WARPGROUPS = numbers(getattr(triton, "__version__", "")) >= (3, 8)
 
 
@@ -45,7 +46,7 @@ def is_interpreted() -> bool:
 def compiled_version(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, int, int], options: dict) -> Any:
     """The version of a kernel for these arguments, without a launch. Triton reads dtype and address of tensors.
 
-    Without this method kernels compile when they are launched first, one after the other, and packages for GPUs fail.
+    Without this method each kernel compiles at its first launch, one after the other, and packages for GPUs fail.
     """
     return kernel.warmup(*arguments, grid=grid, **options)
 

@@ -1,4 +1,4 @@
-"""While Dynamo traces, operators on packed caches leave out what only computes values; all else stays the same."""
+"""While Dynamo traces, operators on packed caches skip the computation of values, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def no_kernels_of_inductor(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def attention_as_operator() -> Iterator[None]:
-    """Generated code calls attention, and stores are its own; for promises about stores."""
+    """Generated code calls attention as an operator, and contains the stores; for promises about stores."""
     with attending_with_an_operator():
         yield
 

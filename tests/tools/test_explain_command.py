@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(command: str, code: int = 0) -> tuple[str, str]:
-    """The output of a command on stdout and stderr. As in a process of its own, no size has been another one before."""
+    """The output of a command on stdout and stderr. Dynamo forgets earlier sizes first, as in a separate process."""
     torch._dynamo.reset()
     result = CliRunner().invoke(app, shlex.split(command), prog_name="kvcompile")
     assert result.exit_code == code, (result.output, result.exception)
