@@ -155,7 +155,7 @@ def test_a_map_gives_the_numbers_of_the_view(shape: tuple[int, ...], choices: li
         assert index_map is None or torch.equal(numbers(index_map, shape), chain(x))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @example((2, 6, 4, 3), [("split", 1, 0, 0), ("flatten", 0, 2, 0)])
 @given(SIZES, CHAINS)
 def test_a_map_of_symbolic_sizes_holds_for_all_sizes(shape: tuple[int, ...], choices: list[Choice]) -> None:
