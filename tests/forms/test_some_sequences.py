@@ -103,7 +103,7 @@ def test_only_the_sequences_of_a_step_are_written_and_read(
     expected = [packed_copy(cache, role, policy, axes) for cache, role in zip(caches, ("key", "value"), strict=True)]
     run = compiled(step, policy)
     start = 0
-    for n in (70, 1) if step in (of_later_sequences, of_one_and_heads_first) else (70, 1, 5):  # a length takes a graph
+    for n in (70, 1, 5) if step is of_the_first_behind_tokens else (70, 1):  # each length takes a graph
         new = new_tokens(batch, n, device)
         torch.testing.assert_close(run(*new, *caches, start), step(*new, *expected, start), rtol=1e-3, atol=1e-3)
         start += n
