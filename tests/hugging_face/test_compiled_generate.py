@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 from formats_of_every_kind import in_turn  # noqa: E402
 from policies import reading_packed  # noqa: E402
 from small_models import give_outlier_keys  # noqa: E402
-from tiny_llama import assistant, assisted_on_static_caches, tiny_llama  # noqa: E402
+from tiny_llama import assistant, assisted_on_static_caches, attention_llama  # noqa: E402
 
 LOSSLESS = {"default": {"dtype": "float32"}}
 """Packed caches store float32 exactly, so tokens must equal the tokens without kvcompile."""
@@ -49,7 +49,7 @@ def generated(model: Any, **arguments: Any) -> Any:
 
 
 def compiled_llama(policy: Any = LOSSLESS, **sizes: Any) -> Any:
-    model = tiny_llama(**{"num_layers": 1, **sizes})
+    model = attention_llama(**{"num_layers": 1, **sizes})
     return kvcompile.compile(model, policy=policy, on_unsupported="error")
 
 
@@ -109,7 +109,7 @@ def test_every_way_to_decode_gives_the_same_tokens_with_one_packed_cache(
     arguments: dict[str, Any], made: list[Any]
 ) -> None:
     """The report names the class of the model that generates, not the function that is compiled."""
-    expected = generated(tiny_llama(num_layers=1), **arguments)
+    expected = generated(attention_llama(num_layers=1), **arguments)
     model = compiled_llama()
     with collect_reports() as report:
         for _ in range(2):
@@ -129,7 +129,7 @@ def test_every_way_to_decode_gives_the_same_tokens_with_one_packed_cache(
     "implementation", [None, pytest.param("static", marks=[assisted_on_static_caches, pytest.mark.slow])]
 )
 def test_wrong_guesses_of_an_assistant_are_cropped(implementation: str | None, made: list[Any]) -> None:
-    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE, max_new_tokens=24)
+    expected = generated(attention_llama(num_layers=1), inputs=REPETITIVE, max_new_tokens=24)
     model, helper = compiled_llama(), kvcompile.compile(assistant(), policy=LOSSLESS)
     arguments = {"inputs": REPETITIVE, "cache_implementation": implementation, "max_new_tokens": 24}
     for assisting in (assistant(), helper):
@@ -140,7 +140,7 @@ def test_wrong_guesses_of_an_assistant_are_cropped(implementation: str | None, m
 
 def test_attentions_of_assisted_decoding_are_as_wide_as_in_transformers() -> None:
     arguments = {"inputs": REPETITIVE, "output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 4}
-    plain, model = tiny_llama(num_layers=1), kvcompile.compile(tiny_llama(num_layers=1), policy=LOSSLESS)
+    plain, model = attention_llama(num_layers=1), kvcompile.compile(attention_llama(num_layers=1), policy=LOSSLESS)
     for each in (plain, model):
         each.set_attn_implementation("eager")
     expected, found = (generated(each, assistant_model=assistant(), **arguments).attentions for each in (plain, model))
@@ -153,7 +153,7 @@ def test_attentions_of_assisted_decoding_are_as_wide_as_in_transformers() -> Non
 )
 def test_tokens_equal_the_tokens_of_a_packed_cache_that_is_passed(policy: str, arguments: dict[str, Any]) -> None:
     """Both read prompts packed, as a model that is not prepared does."""
-    plain, model = tiny_llama(num_layers=1), compiled_llama(reading_packed(policy))
+    plain, model = attention_llama(num_layers=1), compiled_llama(reading_packed(policy))
     for num_tokens in (60, 30):  # the second request reuses the memory of the first
         arguments |= left_padded(num_tokens)
         cache = kvcompile.static_cache(plain, 2 * arguments.get("num_beams", 1), 128, policy)
@@ -162,7 +162,7 @@ def test_tokens_equal_the_tokens_of_a_packed_cache_that_is_passed(policy: str, a
 
 
 def test_outlier_keys_of_the_first_prompt_are_noted() -> None:
-    model = give_outlier_keys(tiny_llama(num_layers=2, head_dim=32), 1024.0, layers=(1,))
+    model = give_outlier_keys(attention_llama(num_layers=2, head_dim=32), 1024.0, layers=(1,))
     kvcompile.compile(model, policy="int4_per_token_head")
     with collect_reports() as report:
         for _ in range(2):
@@ -221,7 +221,7 @@ def test_a_request_that_fails_leaves_nothing_behind() -> None:
     def fail(ids: Tensor, scores: Any, **kwargs: Any) -> bool:
         raise Stop
 
-    expected = generated(tiny_llama(num_layers=1), **left_padded())
+    expected = generated(attention_llama(num_layers=1), **left_padded())
     model = compiled_llama()
     with pytest.raises(Stop):
         generated(model, **left_padded(40), stopping_criteria=[fail])
@@ -238,7 +238,7 @@ def test_a_request_that_fails_leaves_nothing_behind() -> None:
 )
 def test_sizes_of_a_cache_that_are_no_positive_integers_are_named(arguments: tuple[Any, Any], message: str) -> None:
     with pytest.raises(KVCompileError, match=f"^static_cache: {message}$"):
-        kvcompile.static_cache(tiny_llama(num_layers=1), *arguments, "int4")
+        kvcompile.static_cache(attention_llama(num_layers=1), *arguments, "int4")
 
 
 def test_objects_that_are_not_models_are_named() -> None:
@@ -253,17 +253,17 @@ def test_objects_that_are_not_models_are_named() -> None:
 
 
 def test_a_cache_for_other_sequences_or_another_dtype_names_the_remedy() -> None:
-    model = tiny_llama(num_layers=1)
+    model = attention_llama(num_layers=1)
     for cache in (
         kvcompile.static_cache(model, 2, 64, "int8_per_token_head"),
-        kvcompile.static_cache(tiny_llama(num_layers=1).half(), 1, 64, "int8_per_token_head"),
+        kvcompile.static_cache(attention_llama(num_layers=1).half(), 1, 64, "int8_per_token_head"),
     ):
         with pytest.raises(RuntimeError, match=r"make the cache for this model, its dtype and this number of sequenc"):
             model(torch.zeros(1, 3, dtype=torch.int64), **with_cache(model, cache))
 
 
 def test_requests_in_inference_mode_and_outside_of_it_take_turns() -> None:
-    expected = generated(tiny_llama(num_layers=1), **left_padded())
+    expected = generated(attention_llama(num_layers=1), **left_padded())
     model = compiled_llama()
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
         with mode():
@@ -272,7 +272,7 @@ def test_requests_in_inference_mode_and_outside_of_it_take_turns() -> None:
 
 def test_two_requests_at_once_have_separate_caches(made: list[Any]) -> None:
     prompts = [left_padded(20), left_padded(30)]
-    expected = [generated(tiny_llama(num_layers=1), **prompt) for prompt in prompts]
+    expected = [generated(attention_llama(num_layers=1), **prompt) for prompt in prompts]
     model, together = compiled_llama(), Barrier(2)
 
     def meet(ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -297,7 +297,7 @@ def test_two_requests_at_once_have_separate_caches(made: list[Any]) -> None:
     "policy", [pytest.param(LOSSLESS, marks=pytest.mark.slow, id="lossless"), pytest.param("int4", id="int4")]
 )
 def test_a_returned_cache_is_the_callers_and_grows_with_the_conversation(policy: Any) -> None:
-    plain, model = tiny_llama(num_layers=1), compiled_llama(policy)
+    plain, model = attention_llama(num_layers=1), compiled_llama(policy)
     first = generated(model, **left_padded(), return_dict_in_generate=True)
     cache = first.past_key_values
     assert type(cache) is transformers.StaticCache
@@ -318,7 +318,7 @@ def test_a_returned_cache_is_the_callers_and_grows_with_the_conversation(policy:
 
 
 def test_embeddings_of_the_whole_conversation_need_no_additional_room() -> None:
-    model, plain = compiled_llama(), tiny_llama(num_layers=1)
+    model, plain = compiled_llama(), attention_llama(num_layers=1)
     prompt = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
     cache = kvcompile.static_cache(plain, 1, 64, LOSSLESS)
     first = generated(model, inputs=prompt, past_key_values=cache, max_new_tokens=10)
@@ -330,7 +330,7 @@ def test_embeddings_of_the_whole_conversation_need_no_additional_room() -> None:
 
 
 def test_a_cache_that_is_long_enough_is_not_extended_and_one_without_its_past_in_the_prompt_is() -> None:
-    model, plain = compiled_llama(), tiny_llama(num_layers=1)
+    model, plain = compiled_llama(), attention_llama(num_layers=1)
     prompt = torch.randint(3, 97, (1, 70), generator=torch.Generator().manual_seed(1))
     cache = kvcompile.static_cache(plain, 1, 90, LOSSLESS)
     first = generated(model, inputs=prompt, past_key_values=cache, return_dict_in_generate=True).sequences
@@ -361,7 +361,7 @@ def test_a_returned_cache_can_be_saved_and_copied(tmp_path: Any) -> None:
 def test_a_cache_that_the_caller_passes_is_used_and_packed_by_the_first_compiled_step(
     kind: str, made: list[Any]
 ) -> None:
-    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+    expected = generated(attention_llama(num_layers=1), inputs=REPETITIVE)
     model = compiled_llama()
     static = transformers.StaticCache(config=model.config, max_cache_len=64)
     cache = static if kind == "static" else transformers.DynamicCache(config=model.config)
@@ -373,7 +373,7 @@ def test_a_cache_that_the_caller_passes_is_used_and_packed_by_the_first_compiled
 
 
 def test_disable_compile_runs_on_a_packed_cache_without_compiling(made: list[Any]) -> None:
-    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+    expected = generated(attention_llama(num_layers=1), inputs=REPETITIVE)
     assert torch.equal(generated(compiled_llama(), inputs=REPETITIVE, disable_compile=True), expected)
     assert len(made) == 1
     assert not counters["stats"]["unique_graphs"]
@@ -409,11 +409,11 @@ def by_a_callers_code(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
 
 
 UNSERVED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "without a cache": (lambda: tiny_llama(num_layers=1), {"use_cache": False}),
+    "without a cache": (lambda: attention_llama(num_layers=1), {"use_cache": False}),
     "a state-space model": (state_space, {}),
     "an encoder-decoder": (encoder_decoder, {"max_new_tokens": 2}),
     "prompt lookup with sliding windows": (windowed, {"prompt_lookup_num_tokens": 2}),
-    "code of the caller": (lambda: tiny_llama(num_layers=1), {"custom_generate": by_a_callers_code}),
+    "code of the caller": (lambda: attention_llama(num_layers=1), {"custom_generate": by_a_callers_code}),
 }
 
 
@@ -482,8 +482,8 @@ def test_a_cut_window_that_has_dropped_tokens_is_named() -> None:
 
 
 def test_a_policy_that_packs_nothing_leaves_generate_to_transformers(made: list[Any]) -> None:
-    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
-    model = kvcompile.compile(tiny_llama(num_layers=1), policy={"default": {"dtype": "auto"}})
+    expected = generated(attention_llama(num_layers=1), inputs=REPETITIVE)
+    model = kvcompile.compile(attention_llama(num_layers=1), policy={"default": {"dtype": "auto"}})
     for _ in range(2):
         result = generated(model, inputs=REPETITIVE, return_dict_in_generate=True)
         assert torch.equal(result.sequences, expected)
@@ -496,7 +496,7 @@ def test_a_model_that_does_not_run_with_a_static_cache_gets_one_clear_line(monke
         raise KVCompileError("static_cache: TestModel does not run")
 
     monkeypatch.setattr("kvcompile.caches.requests.static_cache", refuse)
-    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+    expected = generated(attention_llama(num_layers=1), inputs=REPETITIVE)
     model = compiled_llama()
     with collect_reports() as report:
         for _ in range(2):
@@ -515,7 +515,7 @@ def test_an_additional_compile_config_is_an_error() -> None:
 
 
 def test_one_call_undoes_it() -> None:
-    model = tiny_llama(num_layers=1)
+    model = attention_llama(num_layers=1)
     before = dict(vars(model))
     assert kvcompile.compile(model, policy=LOSSLESS) is model
     generated(model, inputs=REPETITIVE)
@@ -549,7 +549,7 @@ def test_copies_generate_as_their_class_does(made: list[Any]) -> None:
 
 
 def test_calls_outside_of_generate_are_compiled_as_by_model_compile() -> None:
-    model, plain = compiled_llama(), tiny_llama(num_layers=1)
+    model, plain = compiled_llama(), attention_llama(num_layers=1)
     cache, expected = (transformers.StaticCache(config=model.config, max_cache_len=64) for _ in range(2))
     with torch.no_grad():
         logits = model(input_ids=REPETITIVE, past_key_values=cache).logits
@@ -576,5 +576,5 @@ def test_a_pipeline_takes_a_compiled_model(made: list[Any]) -> None:
         pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
         return [pipe("w5 w6 w7", max_new_tokens=5, do_sample=False) for _ in range(2)]
 
-    assert answers(compiled_llama()) == answers(tiny_llama(num_layers=1))
+    assert answers(compiled_llama()) == answers(attention_llama(num_layers=1))
     assert len(made) == 1

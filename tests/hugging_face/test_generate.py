@@ -13,14 +13,14 @@ from kvcompile import collect_reports
 from kvcompile.packed.tensor import PackedTensor
 
 transformers = pytest.importorskip("transformers")
-from tiny_llama import DEVICES, assistant, assisted_on_static_caches, tiny_llama  # noqa: E402
+from tiny_llama import DEVICES, assistant, assisted_on_static_caches, attention_llama  # noqa: E402
 
 
 @pytest.mark.usefixtures("node_by_node_on_cpu")
 @pytest.mark.parametrize("device", [*DEVICES, pytest.param("cpu", id="generated code", marks=pytest.mark.slow)])
 def test_generate_with_a_static_cache_and_a_compile_config_packs_the_cache(device: str) -> None:
     torch._dynamo.reset()
-    model = tiny_llama(device=device, num_layers=1)
+    model = attention_llama(device=device, num_layers=1)
     prompt = torch.randint(0, 97, (2, 20), device=device)
     config = transformers.CompileConfig(backend="kvquant", mode=None, options={"policy": "int8_per_token_head"})
     config._compile_all_devices = True  # by default Transformers compiles on accelerators only
@@ -38,7 +38,7 @@ def test_generate_with_a_static_cache_and_a_compile_config_packs_the_cache(devic
 @pytest.mark.parametrize("device", DEVICES)
 def test_model_compile_packs_the_default_growing_cache_of_generate(device: str) -> None:
     torch._dynamo.reset()
-    model = tiny_llama(device=device, num_layers=1)
+    model = attention_llama(device=device, num_layers=1)
     prompt = torch.randint(0, 97, (2, 20), device=device)
     arguments = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     plain = model.generate(prompt, **arguments)
@@ -79,7 +79,7 @@ def generated(model: Any, **arguments: Any) -> Any:
 
 
 def compiled_llama() -> Any:
-    model = tiny_llama(num_layers=1)
+    model = attention_llama(num_layers=1)
     model.compile(backend="kvquant", options={"policy": LOSSLESS, "on_unsupported": "error"})
     return model
 
@@ -95,7 +95,7 @@ def compiled_llama() -> Any:
     ],
 )
 def test_every_way_to_decode_works_on_packed_caches(arguments: dict[str, Any]) -> None:
-    expected = generated(tiny_llama(num_layers=1), **arguments)
+    expected = generated(attention_llama(num_layers=1), **arguments)
     with collect_reports() as report:
         result = generated(compiled_llama(), **arguments)
     assert torch.equal(result.sequences, expected.sequences)
@@ -105,7 +105,7 @@ def test_every_way_to_decode_works_on_packed_caches(arguments: dict[str, Any]) -
 
 @pytest.mark.usefixtures("without_code_generation")
 def test_wrong_guesses_of_an_assistant_are_cropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE, max_new_tokens=4)
+    expected = generated(attention_llama(num_layers=1), inputs=REPETITIVE, max_new_tokens=4)
     cropped: list[type] = []
     crop = transformers.DynamicCache.crop
 
@@ -123,10 +123,10 @@ def test_wrong_guesses_of_an_assistant_are_cropped(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("without_code_generation")
 def test_transformers_compiles_the_steps_that_check_an_assistant_and_a_static_cache_is_packed() -> None:
     arguments: dict[str, Any] = {"inputs": REPETITIVE, "cache_implementation": "static", "max_new_tokens": 40}
-    expected = generated(tiny_llama(num_layers=1), **arguments)
+    expected = generated(attention_llama(num_layers=1), **arguments)
     config = transformers.CompileConfig(backend=kvcompile.kvquant(policy=LOSSLESS), mode=None)
     config._compile_all_devices = True
-    model = tiny_llama(num_layers=1)
+    model = attention_llama(num_layers=1)
     how = {"assistant_model": assistant(), "compile_config": config, "disable_compile": False}
     result = generated(model, **how, **arguments)
     assert torch.equal(result.sequences, expected.sequences)
@@ -146,7 +146,7 @@ def test_a_returned_cache_continues_the_conversation_and_copies_of_it_continue_o
             assert type(answer.past_key_values.layers[0].keys) is type(first.past_key_values.layers[0].keys)
         return sequences
 
-    expected = conversation(tiny_llama(num_layers=1))
+    expected = conversation(attention_llama(num_layers=1))
     for sequence, plain in zip(conversation(compiled_llama()), expected, strict=True):
         assert torch.equal(sequence, plain)
 
@@ -155,7 +155,7 @@ def test_a_returned_cache_continues_the_conversation_and_copies_of_it_continue_o
     "mode", [{"num_beams": 2, "cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}], ids=" ".join
 )
 def test_a_report_notes_that_generate_did_not_call_the_compiled_function(mode: dict[str, Any]) -> None:
-    model = tiny_llama(num_layers=1)
+    model = attention_llama(num_layers=1)
     config = transformers.CompileConfig(backend="kvquant", mode=None)
     config._compile_all_devices = True
     with collect_reports() as report:
