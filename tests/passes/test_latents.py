@@ -188,9 +188,11 @@ def growing_step(module: LatentAttention, latents: Tensor, rotary: Tensor, x: Te
 
 
 @interpreted
-def test_latents_that_grow_are_packed_from_the_first_call_on() -> None:
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+def test_latents_that_grow_are_packed_from_the_first_call_on(dynamic: bool | None) -> None:
+    """Without ``dynamic``, the number of tokens is a symbol in the second graph."""
     module, static = attention(), on_packed_caches(attention())
-    step = torch.compile(growing_step, backend="kvquant", options={"policy": POLICY}, dynamic=True)
+    step = torch.compile(growing_step, backend="kvquant", options={"policy": POLICY}, dynamic=dynamic)
     caches: list[Any] = [None, None]
 
     def call(x: Tensor, positions: Tensor) -> Tensor:
