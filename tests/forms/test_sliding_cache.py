@@ -117,7 +117,7 @@ def storage_of(cache: Tensor) -> int:
 @pytest.mark.parametrize(
     ("update", "size", "policy", "steps"),
     [
-        (read_all_keep_the_last, 70, "int8_per_token_head", (11, 70, 1, 3, 200)),
+        (read_all_keep_the_last, 70, "int8_per_token_head", (11, 70, 3, 200)),
         (keep_a_copy_of_the_last, 128, "turboquant_4bit_nc", (150, 1)),
         (read_the_last, 64, "turboquant_3bit_nc", (40, 40)),
         (make_room_first, 64, "fp8_e4m3", (40, 60)),
