@@ -84,8 +84,9 @@ def test_a_static_cache_is_packed_and_read_up_to_its_last_token(
     caches = [torch.zeros(MAX_LEN, batch, NUM_KV_HEADS, HEAD_DIM, device=device) for _ in range(2)]
     expected = [PackedTensor.from_dense(x, how, "tbhd") for x, how in zip(caches, layouts(policy), strict=True)]
     run = compiled(step, policy)
+    lengths = (70, 1) if attend is by_products else (70, 5)  # each length takes a graph
     start = 0
-    for n in (70, 1, 5) if device == "cuda" else (70, 1) if attend is by_products else (70, 5):  # a length takes a graph
+    for n in (70, 1, 5) if device == "cuda" else lengths:
         new = new_tokens(n, batch, device)
         torch.testing.assert_close(run(*new, *caches, start), step(*new, *expected, start), rtol=1e-3, atol=1e-3)
         start += n
