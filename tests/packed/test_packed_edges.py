@@ -62,6 +62,7 @@ WRITES_OF_NOTHING: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.sampled(2)  # every write, in half of the layouts
 @pytest.mark.parametrize("write", WRITES_OF_NOTHING.values(), ids=WRITES_OF_NOTHING.keys())
 @every_layout
 def test_a_write_of_no_vectors_changes_no_byte(layout, write):
@@ -109,6 +110,7 @@ def test_a_copy_between_views_that_overlap_reads_before_it_writes(layout, tokens
     assert torch.equal(cache.dequantize(), torch.cat([expected[:, :1], expected[:, :-1]], 1))
 
 
+@pytest.mark.sampled(3)  # every length with every number of tokens behind it, in one or two layouts
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.spec)
 @pytest.mark.parametrize("behind", [1, 62, 64, 70])
 @every_length
