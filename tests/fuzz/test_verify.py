@@ -85,7 +85,7 @@ def test_the_fault_of_a_probe_is_refused_too(probe: Probe) -> None:
 
 def test_programs_without_a_fault_stay_packed() -> None:
     """A sample of the corner programs; all of them run so in the slow tests."""
-    _check(corner_programs()[::30])
+    _check(corner_programs()[::45])
 
 
 @pytest.mark.slow
