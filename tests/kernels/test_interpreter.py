@@ -13,17 +13,23 @@ from kernel_tests import INTERPRETED_TOGETHER
 pytest.importorskip("triton")
 
 ALL = tuple(name for files in INTERPRETED_TOGETHER for name in files)
-"""One process runs a twenty-fifth of the cases of all files, because importing takes as long as many of them."""
+"""One process runs a fortieth of the cases of all files, because importing takes as long as many of them."""
+
+PARTS, DEFAULT = 40, 30
+"""The part that runs by default has cases of every kernel."""
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is what this test starts")
 @pytest.mark.parametrize(
     ("files", "marks", "part"),
     [
-        pytest.param(ALL, "not gpu and not slow", "1/25", id="1/25"),
         *(
-            pytest.param(ALL, "not gpu and not slow", f"{part}/25", id=f"{part}/25", marks=pytest.mark.slow)
-            for part in range(2, 26)
+            pytest.param(
+                *(ALL, "not gpu and not slow", f"{part}/{PARTS}"),
+                id=f"{part}/{PARTS}",
+                marks=() if part == DEFAULT else pytest.mark.slow,
+            )
+            for part in range(1, PARTS + 1)
         ),
         *(
             pytest.param(files, "not gpu and slow", "1/1", id=files[0].removesuffix(".py"), marks=pytest.mark.slow)
