@@ -364,7 +364,10 @@ def test_causal_prefill_attention_compiles_and_hardly_spills(attending, monkeypa
     "format_name",
     [
         "turboquant_3bit",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4_per_channel" + RESIDUAL, "int2_per_group_32")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("turboquant_4bit", "int4_per_channel" + RESIDUAL, "int2_per_group_32")
+        ),
     ],
 )
 def test_dequantizing_compiles(format_name, attending, monkeypatch):
