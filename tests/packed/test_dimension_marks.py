@@ -199,8 +199,18 @@ def test_the_error_for_a_size_that_must_be_constant_names_the_cache_and_not_its_
     assert "inner" not in str(error.value)
 
 
-def test_a_growing_cache_compiles_with_symbolic_sizes_from_the_first_call(operators_traced: None) -> None:
+def test_a_growing_cache_compiles_with_symbolic_sizes_from_the_first_call() -> None:
     """The guards of such a graph read inner tensors, and Dynamo watches the code that they run."""
+    grow_with_symbolic_sizes((1, 64, 5))
+
+
+@pytest.mark.slow
+def test_attention_in_plain_pytorch_has_symbolic_sizes_too(operators_traced: None) -> None:
+    grow_with_symbolic_sizes((1, 1, 64, 5))
+
+
+def grow_with_symbolic_sizes(counts: Sequence[int]) -> None:
+    """Append ``counts`` tokens to caches that arrive plain, and compare results with plain caches."""
 
     def step(q, k, v, keys, values):
         keys, values = torch.cat((keys, k), 2), torch.cat((values, v), 2)
@@ -209,7 +219,7 @@ def test_a_growing_cache_compiles_with_symbolic_sizes_from_the_first_call(operat
     run = torch.compile(step, backend="kvquant", options={"policy": "float32"}, dynamic=True)
     keys, values = torch.randn(2, 1, 2, 3, 32)
     plain = keys, values
-    for count in (1, 1, 64, 5):
+    for count in counts:
         new = torch.randn(3, 1, 2, count, 32).unbind()
         out, keys, values = run(*new, keys, values)
         expected, *plain = step(*new, *plain)
