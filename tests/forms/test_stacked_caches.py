@@ -106,7 +106,7 @@ def test_sizes_may_be_symbols(fn: Step) -> None:
     cache = plain_stack(fn)
     reference = packed_stack(fn, cache)
     step = compiled(fn, dynamic=True)
-    for n, begin in ((6, 3), (1, 9), (4, 64)):
+    for n, begin in ((6, 3), (4, 64)):
         args = inputs(n, begin)
         assert_close(step(cache, *args), fn(reference, *args))
     assert_close(plain(cache), reference.dequantize())
