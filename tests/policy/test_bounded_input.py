@@ -301,7 +301,7 @@ def message_of(error: type[Exception], function: Callable[[], Any]) -> str:
 
 
 @given(edits)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_changed_policy_is_a_policy_or_a_policy_error(edits: Edits) -> None:
     text = changed(POLICY, edits)
     message = message_of(PolicyError, lambda: Policy.from_text(text).formats_for("model.layers.0.self_attn", 0, 4))
