@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
-from cheaper_compilation import in_one_piece_of_stack
+from cheaper_compilation import _can_bind_kernels_together, in_one_piece_of_stack
 from shared_fixtures import WITHOUT_VECTORS, with_vectors, without_kernels_of_inductor
 from torch._decomp.decompositions_for_rng import PhiloxState
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import run_and_get_code
 from torch.utils._config_module import ConfigModule
 
@@ -112,3 +115,36 @@ def test_code_without_kernels_or_vectors_computes_the_same() -> None:
     torch.testing.assert_close(result, fn(x))
     if hasattr(torch._inductor.config, "fallback_by_default"):
         assert "cpp_pybinding(" not in code
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_the_kernels_of_a_graph_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have different arguments, and the error of one reaches the caller."""
+    loaded: list[str] = []
+    load = CppPythonBindingsCodeCache.load_async
+
+    def remember(source: str, *args: Any, **how: Any) -> Any:
+        loaded.append(source)
+        return load(source, *args, **how)
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_async", remember)
+
+    def fn(x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return (x.softmax(-1) @ y.sin())[index] + 1
+
+    args, index = (torch.randn(5, 7), torch.randn(7, 3)), torch.tensor([4, 0])
+    run = torch.compile(fn, dynamic=True)
+    result, (code,) = run_and_get_code(run, *args, index)
+    torch.testing.assert_close(result, fn(*args, index))
+    if _can_bind_kernels_together(AsyncCompile, CppPythonBindingsCodeCache):
+        assert code.count("async_compile.cpp_pybinding(") > len(loaded) == 1
+    with pytest.raises((IndexError, RuntimeError), match="index out of bounds"):
+        run(*args, torch.tensor([5, 0]))
+
+
+def test_each_kernel_is_a_program_in_a_release_without_the_names_that_bind_several() -> None:
+    class Other:
+        suffix_template = "{module_name}"
+
+    assert not _can_bind_kernels_together(AsyncCompile, Other)
+    assert not _can_bind_kernels_together(None, CppPythonBindingsCodeCache)

@@ -48,6 +48,7 @@ def make_code_generation_cheaper() -> None:
 
     config.cpp.simdlen = 1
     _check_vector_instructions_only_to_use_them(config, cpu_vec_isa)
+    _compile_kernels_together()
     pattern_matcher._should_debug_node = lambda name: False
     if hasattr(DtypePropagationOpsHandler.__init__, "__wrapped__"):
         return
@@ -81,6 +82,85 @@ def _check_vector_instructions_only_to_use_them(config: Any, cpu_vec_isa: Any) -
     list_used.__wrapped__ = list_all.__wrapped__
     list_used.known = list_all
     cpu_vec_isa.valid_vec_isa_list = list_used
+
+
+def _compile_kernels_together() -> None:
+    """The C++ kernels of a graph become one program, which is compiled once all kernels are known.
+
+    A kernel takes a tenth of a second to compile. Its program takes four more, to read the headers and to be linked. A
+    release of PyTorch without these private names compiles each kernel as it does.
+    """
+    from torch._inductor import async_compile, codecache
+
+    makers = getattr(async_compile, "AsyncCompile", None)
+    libraries = getattr(codecache, "CppPythonBindingsCodeCache", None)
+    wait = getattr(makers, "wait", None)
+    if hasattr(wait, "__wrapped__") or not _can_bind_kernels_together(makers, libraries):
+        return
+
+    def add(maker: Any, argtypes: list[str], source: str) -> Callable[..., Any]:
+        return vars(maker).setdefault("kernels", _Kernels(libraries)).add(argtypes, source)
+
+    @functools.wraps(wait)
+    def compile_and_wait(maker: Any, scope: dict[str, Any]) -> None:
+        if kernels := vars(maker).get("kernels"):
+            kernels.compile()
+        wait(maker, scope)
+
+    makers.cpp_pybinding = add
+    makers.wait = compile_and_wait
+
+
+def _can_bind_kernels_together(makers: Any, libraries: Any) -> bool:
+    template = getattr(libraries, "suffix_template", "")
+    fields = dict.fromkeys(("arg_len", "call_entry_func", "entry_func", "extra_parse_arg"), "")
+    try:
+        known = "parse_arg" in template.format(**fields)
+    except (KeyError, IndexError, ValueError):
+        return False
+    return known and hasattr(libraries, "load_async") and hasattr(makers, "wait") and hasattr(makers, "cpp_pybinding")
+
+
+class _Kernels:
+    """The C++ kernels of a graph, each in a namespace of their program.
+
+    The program takes the number of a kernel, and as many arguments for each kernel: None stands in for missing ones.
+    """
+
+    def __init__(self, libraries: Any) -> None:
+        self.libraries = libraries
+        self.includes: dict[str, None] = {}
+        self.code: list[str] = []
+        self.types: list[list[str]] = []
+        self.call: Callable[..., Any] | None = None
+
+    def add(self, argtypes: list[str], source: str) -> Callable[..., Any]:
+        """A function that calls the kernel in ``source``, whose arguments have the types ``argtypes``."""
+        number = len(self.types)
+        lines = source.splitlines()
+        includes = [line for line in lines if line.startswith("#include")]
+        code = [line.replace('extern "C"', "") for line in lines if not line.startswith("#include")]
+        self.includes |= dict.fromkeys(includes)
+        self.code += [f"namespace kernel_{number} {{", *code, "}"]
+        self.types.append([argtype.replace("const ", "") for argtype in argtypes])
+        return lambda *args: self.call(number, *args, *[None] * (self.longest - len(args)))
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.types))
+
+    def compile(self) -> None:
+        cases = []
+        for number, types in enumerate(self.types):
+            values = ", ".join(f"parse_arg<{argtype}>(args, {at})" for at, argtype in enumerate(types, 1))
+            cases.append(f"case {number}: kernel_{number}::kernel({values}); break;")
+        bindings = self.libraries.suffix_template.format(
+            arg_len=self.longest + 1,
+            call_entry_func=f"switch (parse_arg<int64_t>(args, 0)) {{ {' '.join(cases)} }} Py_RETURN_NONE;",
+            entry_func="kernel",
+            extra_parse_arg="",
+        )
+        self.call = self.libraries.load_async("\n".join([*self.includes, *self.code, bindings]))().kernel
 
 
 def _make_settings_cheaper() -> None:
