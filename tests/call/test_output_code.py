@@ -19,7 +19,7 @@ import kvcompile
 from kvcompile.packed.memory import cache_nbytes
 
 transformers = pytest.importorskip("transformers")
-from tiny_llama import DEVICES, PRESETS, fresh_cache, tiny_llama  # noqa: E402
+from tiny_llama import DEVICES, PRESETS, attention_llama, fresh_cache  # noqa: E402
 
 MAX_LEN = 4096
 
@@ -27,7 +27,7 @@ MAX_LEN = 4096
 def decode_step_code(preset: str, device: str, num_layers: int = 1) -> tuple[str, Any, Any]:
     """The output code of a decode step on a packed static cache, with checked logits; the model; and the cache."""
     torch._dynamo.reset()
-    model = tiny_llama(torch.bfloat16, device, num_layers=num_layers)
+    model = attention_llama(torch.bfloat16, device, num_layers=num_layers)
     cache = kvcompile.static_cache(model, 2, MAX_LEN, preset)
     ids = torch.randint(0, 97, (2, 31), device=device)
     options = {"policy": preset, "fx_graph_cache": False, **WITHOUT_VECTORS}
@@ -88,7 +88,7 @@ def test_packed_bytes_equal_the_arithmetic_of_the_formats(
     torch._dynamo.reset()
     if device == "cpu":
         request.getfixturevalue("without_code_generation")
-    model = tiny_llama(torch.bfloat16, device, num_layers=1)
+    model = attention_llama(torch.bfloat16, device, num_layers=1)
     cache = transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
     ids = torch.randint(0, 97, (2, 30), device=device)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_packed_bytes_equal_the_arithmetic_of_the_formats(
 @pytest.mark.usefixtures("without_code_generation")
 def test_a_growing_cache_has_at_most_half_its_length_to_spare() -> None:
     torch._dynamo.reset()
-    model = tiny_llama(num_layers=1)
+    model = attention_llama(num_layers=1)
     cache = fresh_cache(model, "dynamic")
     compiled = torch.compile(model, backend="kvquant")
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_a_growing_cache_has_at_most_half_its_length_to_spare() -> None:
 @pytest.mark.usefixtures("without_code_generation")
 def test_the_cache_is_freed_with_its_owner() -> None:
     torch._dynamo.reset()
-    model = tiny_llama(num_layers=1)
+    model = attention_llama(num_layers=1)
     compiled = torch.compile(model, backend="kvquant")
     cache = fresh_cache(model, "static")
     with torch.no_grad():

@@ -15,7 +15,7 @@ from kvcompile.compat.continuous_batching import allocator_classes
 transformers = pytest.importorskip("transformers")
 from cheaper_compilation import skip_present_objects_in_collections  # noqa: E402
 from policies import reading_packed  # noqa: E402
-from tiny_llama import tiny_llama  # noqa: E402
+from tiny_llama import attention_llama  # noqa: E402
 from transformers.generation import ContinuousBatchingConfig  # noqa: E402
 
 pytestmark = pytest.mark.skipif(allocator_classes() is None, reason="this release of Transformers has no allocators")
@@ -58,7 +58,7 @@ def one_by_one(model: Any, prompts: list[list[int]] = PROMPTS, max_new_tokens: i
 
 def packed(policy: Any = LOSSLESS, **changes: Any) -> Any:
     """A model whose prompts read packed tokens in static caches, too, as they do in pages."""
-    return kvcompile.compile(tiny_llama(**changes), policy=reading_packed(policy), on_unsupported="error")
+    return kvcompile.compile(attention_llama(**changes), policy=reading_packed(policy), on_unsupported="error")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -118,7 +118,7 @@ def test_packed_pages_get_the_tokens_of_a_packed_static_cache(policy: Any, cache
 
 
 def test_lossless_pages_get_the_tokens_of_plain_pages() -> None:
-    model = tiny_llama()
+    model = attention_llama()
     plain = batched(model)
     assert batched(kvcompile.compile(model, policy=LOSSLESS)) == plain
 
@@ -188,7 +188,7 @@ def test_sliding_windows_are_packed_and_their_tokens_overwritten(caches: list[An
 def test_layers_may_have_different_formats() -> None:
     rules = [{"match": {"layers": "0"}, "dtype": "auto"}, {"match": {"layers": "1"}, "dtype": "int8_per_token_head"}]
     model = kvcompile.compile(
-        tiny_llama(), policy={"rules": rules, "default": {"dtype": "float32"}}, on_unsupported="error"
+        attention_llama(), policy={"rules": rules, "default": {"dtype": "float32"}}, on_unsupported="error"
     )
     assert batched(model) == one_by_one(model)
 
@@ -239,12 +239,12 @@ def test_uncompile_gives_plain_pages_back(caches: list[Any]) -> None:
     batching = ContinuousBatchingConfig(num_blocks=16, page_size=PAGE_SIZE, max_batch_tokens=512)
     model.generate_batch(PROMPTS, config, batching, persistent_manager=True)
     kvcompile.uncompile(model)
-    assert batched(model) == batched(tiny_llama())
+    assert batched(model) == batched(attention_llama())
     assert len(caches) == 1
 
 
 def test_plain_models_keep_plain_pages_beside_packed_ones(caches: list[Any]) -> None:
-    plain, compiled = tiny_llama(), packed("int4_per_token_head")
+    plain, compiled = attention_llama(), packed("int4_per_token_head")
     before = batched(plain)
     batched(compiled)
     assert batched(plain) == before
@@ -270,7 +270,7 @@ def test_formats_that_keep_tokens_exactly_are_refused() -> None:
 
 def test_by_default_a_refused_format_leaves_pages_plain_and_the_report_says_why(caches: list[Any]) -> None:
     policy = {"default": {"dtype": "int4_per_token_head"}, "residual_length": 64}
-    model = kvcompile.compile(tiny_llama(), policy=policy)
+    model = kvcompile.compile(attention_llama(), policy=policy)
     with collect_reports() as report:
         kvcompile.compile(model, policy=policy)
         model.init_continuous_batching(transformers.GenerationConfig(eos_token_id=-1))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from calibrated_bases import based
-from tiny_llama import tiny_llama
+from tiny_llama import attention_llama
 from torch import Tensor
 from transformers import StaticCache
 
@@ -183,7 +183,7 @@ def test_a_file_with_another_basis_is_an_error(tmp_path: Path, monkeypatch: pyte
 @pytest.fixture(scope="module")
 def transforms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Transforms of the tiny Llama, from random tokens."""
-    model, generator = tiny_llama(num_layers=1), torch.Generator().manual_seed(0)
+    model, generator = attention_llama(num_layers=1), torch.Generator().manual_seed(0)
     windows = torch.randint(0, 97, (4, 60), generator=generator)
     tensors, least, largest = calibrate_transforms(model, windows, context=200)
     origin = Origin(
@@ -216,7 +216,7 @@ def test_a_compiled_model_packs_calibrated_caches_and_equals_eager_attention(
 ) -> None:
     if not generated:
         request.getfixturevalue("without_code_generation")
-    model = tiny_llama(num_layers=1)
+    model = attention_llama(num_layers=1)
     policy = kvcompile.Policy.load({"default": {"dtype": dtype, "transforms": str(transforms)}, **extra})
     ids = torch.randint(0, 97, (2, 90))
 
@@ -237,7 +237,7 @@ def test_a_compiled_model_packs_calibrated_caches_and_equals_eager_attention(
 
 @pytest.mark.usefixtures("without_code_generation")
 def test_a_model_with_other_heads_is_refused(transforms: Path) -> None:
-    model = tiny_llama(num_layers=1, num_key_value_heads=4)
+    model = attention_llama(num_layers=1, num_key_value_heads=4)
     policy = {"default": {"dtype": "transform_6665", "transforms": str(transforms)}, "on_unsupported": "ignore"}
     cache = StaticCache(config=model.config, max_cache_len=64)
     with collect_reports() as report:

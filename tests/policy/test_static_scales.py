@@ -12,7 +12,7 @@ import torch
 from documented_commands import commands
 from safetensors.torch import save_file
 from small_models import CONTEXT, MODULES, save, small_model, some_bytes
-from tiny_llama import fresh_cache, tiny_llama
+from tiny_llama import attention_llama, fresh_cache
 from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
@@ -219,7 +219,7 @@ def test_calibrate_measures_what_attention_reads(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.usefixtures("without_code_generation")
 def test_every_layer_of_a_compiled_model_has_its_own_scales(tmp_path: Path) -> None:
-    model, plain, packed = tiny_llama(), *(fresh_cache(tiny_llama(), "static") for _ in range(2))
+    model, plain, packed = attention_llama(), *(fresh_cache(attention_llama(), "static") for _ in range(2))
     expected = run(model, plain)
     halves = {"key": "keys", "value": "values"}
     largest = {
@@ -251,7 +251,7 @@ def test_every_layer_of_a_compiled_model_has_its_own_scales(tmp_path: Path) -> N
     ],
 )
 def test_rotations_with_stored_seeds_serve_keys_and_values_of_a_compiled_model(key: str, value: str) -> None:
-    model = tiny_llama(num_layers=1)
+    model = attention_llama(num_layers=1)
     plain, packed = fresh_cache(model, "static"), fresh_cache(model, "static")
     formats = {"key": {"dtype": key, "rotation_seed": 7}, "value": {"dtype": value, "rotation_seed": 11}}
     options = {"policy": {"default": formats}, "on_unsupported": "error"}
