@@ -28,7 +28,7 @@ from kvcompile.packed.tensor import PackedTensor
 from kvcompile.policy.policy import Policy
 
 pytest.importorskip("transformers")
-from tiny_llama import DEVICES, fresh_cache, tiny_llama
+from tiny_llama import DEVICES, attention_llama, fresh_cache
 
 SINKS = {
     "default": {"key": {"dtype": "int8", "granularity": "per_channel"}, "value": {"dtype": "turboquant_4bit"}},
@@ -95,7 +95,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 def test_compiled_logits_equal_eager_logits_on_packed_caches_without_recompiling(
     kind: str, policy: Any, device: str
 ) -> None:
-    model = tiny_llama(device=device, num_layers=1)
+    model = attention_llama(device=device, num_layers=1)
     run, cache, expected_cache = compiled(model, policy), fresh_cache(model, kind), eager_cache(model, kind, policy, 2)
     graphs, chunks = [], CHUNKS if device == "cuda" else TWO_LENGTHS
     for ids in torch.randint(0, 97, (2, sum(chunks)), device=device).split(chunks, dim=1):
@@ -117,7 +117,7 @@ def test_compiled_logits_equal_eager_logits_on_packed_caches_without_recompiling
 def test_a_cache_that_eager_code_filled_is_adopted_with_exact_recent_tokens(
     kind: str, policy: Any, device: str
 ) -> None:
-    model = tiny_llama(device=device, num_layers=1)
+    model = attention_llama(device=device, num_layers=1)
     run, cache = compiled(model, policy), fresh_cache(model, kind)
     ids = torch.randint(0, 97, (2, 105), device=device)
     model(input_ids=ids[:, :100], past_key_values=cache)
@@ -129,14 +129,18 @@ def test_a_cache_that_eager_code_filled_is_adopted_with_exact_recent_tokens(
     assert torch.equal(cache.layers[0].keys[:, :, 64:100].clone().dequantize(), filled)
 
 
-@pytest.mark.parametrize(("write", "policy"), [(slice_assignment, "int4"), (masked_update, SINKS)])
-def test_a_hand_written_cache_gives_the_same_results_compiled(write: Any, policy: Any, device: str) -> None:
+@pytest.mark.parametrize(
+    ("write", "policy", "chunks"), [(slice_assignment, "int4", CHUNKS), (masked_update, SINKS, TWO_LENGTHS)]
+)
+def test_a_hand_written_cache_gives_the_same_results_compiled(
+    write: Any, policy: Any, chunks: list[int], device: str
+) -> None:
     model = Decoder(write, batch=2).eval().to(device)
     expected_model = copy.deepcopy(model)
     expected_model.keys = packed(model.keys, "key", policy)
     expected_model.values = packed(model.values, "value", policy)
     run, start = compiled(model, policy), 0
-    for ids in torch.randint(0, 97, (2, sum(CHUNKS)), device=device).split(CHUNKS, dim=1):
+    for ids in torch.randint(0, 97, (2, sum(chunks)), device=device).split(chunks, dim=1):
         assert_near(run(ids, start), expected_model(ids, start))
         start += ids.shape[1]
     assert isinstance(model.keys, PackedTensor)
@@ -145,7 +149,7 @@ def test_a_hand_written_cache_gives_the_same_results_compiled(write: Any, policy
 
 @pytest.mark.usefixtures("without_code_generation")
 def test_the_report_names_the_tokens_in_full_precision_and_their_bytes() -> None:
-    model = tiny_llama(torch.bfloat16, num_layers=1)
+    model = attention_llama(torch.bfloat16, num_layers=1)
     run, cache = compiled(model, "int4"), fresh_cache(model, "static")
     run(input_ids=torch.randint(0, 97, (2, 3)), past_key_values=cache)
     (site,) = last_report().sites
