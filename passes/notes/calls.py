@@ -57,7 +57,7 @@ def _code_of_call(file: str, line: int, name: str) -> str | None:
     The statement may have several lines. A statement with a body, such as ``if``, has no text here. If several
     statements share the line, exactly one of them must contain the call.
     """
-    around = [node for node in _parsed(file) if isinstance(node, ast.stmt) and _spans(node, line)]
+    around = [statement for statement in _statements(file) if _spans(statement, line)]
     shortest = min((_num_lines(node) for node in around), default=0)
     statements = [node for node in around if _num_lines(node) == shortest]
     if not statements or any(hasattr(statement, "body") for statement in statements):
@@ -71,11 +71,12 @@ def _code_of_call(file: str, line: int, name: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=32)
-def _parsed(file: str) -> tuple[ast.AST, ...]:
-    """All nodes of the syntax tree of ``file``; empty if it cannot be read or parsed."""
+def _statements(file: str) -> tuple[ast.stmt, ...]:
+    """All statements of ``file``; empty if it cannot be read or parsed."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+            nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+            return tuple(node for node in nodes if isinstance(node, ast.stmt))
     except (SyntaxError, ValueError, RecursionError):
         return ()
 
