@@ -12,6 +12,8 @@ import math
 import struct
 from collections.abc import Sequence
 
+from kvcompile.kernels.formats.bit_planes import Packing
+
 
 def lookup_integers(levels: Sequence[float], has_high: bool) -> str:
     """PTX that looks up int8 numbers, a register for each plane, from registers of four bytes.
@@ -46,24 +48,78 @@ def lookup_halves(levels: Sequence[float], has_high: bool) -> str:
     """
     num_planes = _num_planes(levels)
     lines, nibbles = nibbles_of(num_planes, has_high, num_outputs=2 * num_planes)
-    bits = [struct.unpack("<H", struct.pack("<e", level))[0] for level in levels]
-    tables = _tables("high", [n >> 8 for n in bits])
-    has_low = any(n & 0xFF for n in bits)
-    if has_low:
-        tables |= _tables("low", [n & 0xFF for n in bits])
-    else:
-        lines.append("mov.b32 low, 0;")
+    tables: dict[str, str] = {}
     for i, register in enumerate(nibbles):
-        lines += _index(register, levels)
-        for half in range(2):
-            lines.append(_lookup("high", "high", half, levels))
-            if has_low:
-                lines.append(_lookup("low", "low", half, levels))
-            if num_planes == 2:
-                lines.append(f"lop3.b32 high, high, sign{half}, 0x80808080, 0x78;")  # high ^ (sign & 0x80...)
-            for plane, selector in ((i, "0x6240"), (i + num_planes // 2, "0x7351")):
-                lines.append(f"prmt.b32 ${2 * plane + half}, low, high, {selector};")
+        lines += _halves(register, levels, (i, i + num_planes // 2), "", tables)
     return function_of(lines, tables)
+
+
+def lookup_halves_of_unequal_planes(packing: Packing, levels: Sequence[Sequence[float]]) -> str:
+    """:func:`lookup_halves` for four planes, of which the first two have more bits than the others.
+
+    Args:
+        packing: how codes are packed. The operands after the results are the low bits, and for each high section a
+            register for each piece. The register of a piece is 0 in the columns of the other pieces.
+        levels: the levels of each plane.
+    """
+    operands = iter(range(2 * packing.num_planes, 32))
+    codes = f"${next(operands)}"
+    lines: list[str] = []
+    tables: dict[str, str] = {}
+    for k, planes in enumerate(packing.high):
+        pieces = [f"${next(operands)}" for _ in range(8 // planes)]
+        # The bit of plane p is at p * len(pieces), for each piece. All other bits are cleared.
+        places = sum(1 << place for place in range(0, 8, len(pieces)))
+        lines += _gathered(f"section{k}", [(piece, -i, places) for i, piece in enumerate(pieces)])
+    for first in (0, 2):
+        fields: dict[tuple[str, int], int] = {}  # the bits of a byte that a register has, by its shift to the left
+        for plane, place in ((first, 0), (first + 1, 4)):
+            fields[codes, place - packing.low_bits * plane] = ((1 << packing.low_bits) - 1) << place
+            for k, planes in enumerate(packing.high):
+                if plane < planes:
+                    bit = place + packing.low_bits + k
+                    field = f"section{k}", bit - 8 // planes * plane
+                    fields[field] = fields.get(field, 0) | 1 << bit
+        lines += _gathered("nibbles0", [(*field, bits) for field, bits in fields.items()])
+        lines += _halves("nibbles0", levels[first], (first, first + 1), "ab"[first // 2], tables)
+    return function_of(lines, tables, [f"section{k}" for k in range(len(packing.high))])
+
+
+def _gathered(output: str, fields: Sequence[tuple[str, int, int]]) -> list[str]:
+    """PTX that puts bits of several registers together: a register, its shift to the left, and the bits of a byte."""
+    lines = []
+    for number, (register, shift, bits) in enumerate(fields):
+        if shift > 0:
+            lines.append(f"shl.b32 shifted, {register}, {shift};")
+        elif shift < 0:
+            lines.append(f"shr.u32 shifted, {register}, {-shift};")
+        moved, mask = "shifted" if shift else register, "0x" + bytes([bits] * 4).hex()
+        if number == 0:
+            lines.append(f"and.b32 {output}, {moved}, {mask};")
+        else:
+            lines.append(f"lop3.b32 {output}, {moved}, {output}, {mask}, 0xec;")  # (moved & mask) | output
+    return lines
+
+
+def _halves(
+    nibbles: str, levels: Sequence[float], planes: tuple[int, int], name: str, tables: dict[str, str]
+) -> list[str]:
+    """PTX that looks up fp16 numbers by the codes of two planes, whose tables of this name are added to ``tables``."""
+    numbers = [struct.unpack("<H", struct.pack("<e", level))[0] for level in levels]
+    tables |= _tables(f"high{name}", [n >> 8 for n in numbers])
+    has_low = any(n & 0xFF for n in numbers)
+    if has_low:
+        tables |= _tables(f"low{name}", [n & 0xFF for n in numbers])
+    lines = _index(nibbles, levels) if has_low else ["mov.b32 low, 0;", *_index(nibbles, levels)]
+    for half in range(2):
+        lines.append(_lookup("high", f"high{name}", half, levels))
+        if has_low:
+            lines.append(_lookup("low", f"low{name}", half, levels))
+        if len(levels) == 16:
+            lines.append(f"lop3.b32 high, high, sign{half}, 0x80808080, 0x78;")  # high ^ (sign & 0x80...)
+        for plane, selector in zip(planes, ("0x6240", "0x7351"), strict=True):
+            lines.append(f"prmt.b32 ${2 * plane + half}, low, high, {selector};")
+    return lines
 
 
 def _num_planes(levels: Sequence[float]) -> int:
@@ -119,14 +175,15 @@ def _tables(name: str, numbers: Sequence[int]) -> dict[str, str]:
     return {f"{name}{i}": "0x" + bytes(n & 0xFF for n in reversed(word)).hex() for i, word in enumerate(words)}
 
 
-def function_of(lines: list[str], tables: dict[str, str]) -> str:
-    """PTX text of ``lines``, which declares the registers that functions here use, and loads the tables.
+def function_of(lines: list[str], tables: dict[str, str], registers: Sequence[str] = ()) -> str:
+    """PTX text of ``lines``, which declares the registers that functions here use, and ``registers``, and loads tables.
 
     ``PRMT`` needs the first word of a table in a register of the thread. ptxas puts constants into uniform registers,
     and copies them before each use: a seventh of the instructions of a decode loop with two tables. The first words are
     therefore multiplied by the highest bit of ``%lanemask_ge``, which is 1 in each lane, but no constant for ptxas.
     """
-    names = ["nibbles0", "nibbles1", "bits", "shifted", "index0", "index1", "sign0", "sign1", "low", "high", *tables]
+    names = ["nibbles0", "nibbles1", "bits", "shifted", "index0", "index1", "sign0", "sign1", "low", "high"]
+    names += [*registers, *tables]
     moves = []
     if tables:
         names.append("one")

@@ -36,9 +36,8 @@ from torch import Tensor
 from kvcompile.kernels.formats.base import Format, float32
 from kvcompile.kernels.formats.bit_planes import PACKINGS
 from kvcompile.kernels.formats.codec import Codec
-from kvcompile.kernels.formats.lookup_ptx import lookup_halves, lookup_integers
+from kvcompile.kernels.formats.lookup_ptx import lookup_halves, lookup_halves_of_unequal_planes, lookup_integers
 from kvcompile.kernels.formats.nearest_ptx import last_below, nearest_pair, thresholds
-from kvcompile.kernels.formats.words_ptx import halves_of_planes
 from kvcompile.kernels.lang.rounding import has_ptx
 from kvcompile.kernels.lang.tiles import planes_of
 from kvcompile.kernels.lang.triton import jit, tl
@@ -165,7 +164,8 @@ class TurboQuant(Format):
             nearest_ptx=tuple(nearest_pair(CENTROIDS[bits]) for bits in self.plane_bits),
         )
         if not self.packing.has_equal_planes:
-            unpack_ptx = halves_of_planes(self.packing, [codebook(bits) for bits in self.plane_bits])
+            levels_of_planes = [codebook(bits) for bits in self.plane_bits]
+            unpack_ptx = lookup_halves_of_unequal_planes(self.packing, levels_of_planes)
             self.codec = Codec(_encode, _levels, {0: unpack_ptx}, paired=True, constants=constants)
             return
         levels, has_high = codebook(int(bits)), bool(self.packing.high)

@@ -1,4 +1,4 @@
-"""PTX text that unpacks codes of unequal planes into fp16 levels, four columns at once.
+"""PTX text that unpacks words of unequal planes into fp16 levels, four columns at once.
 
 The bits of a plane are collected in the bytes of one register, a code in each byte. The lowest three bits of four codes
 then make one selector of ``PRMT``, which picks four bytes from a table of eight: once for the high bytes of the levels,
@@ -11,11 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from kvcompile.kernels.formats.bit_planes import Packing, WordPacking
-
-_Field = tuple[str, int, int, int]
-"""A register, and bits of its bytes that belong to a code: the first bit in the byte, the first in the code, and how
-many."""
+from kvcompile.kernels.formats.bit_planes import WordPacking
 
 
 def halves_of_words(packing: WordPacking, levels: Sequence[Sequence[float]]) -> str:
@@ -28,48 +24,31 @@ def halves_of_words(packing: WordPacking, levels: Sequence[Sequence[float]]) -> 
         levels: for each plane, the levels of its codes. Levels of the upper half of the codes are the negatives of the
             lower half.
     """
-    writer = _Writer(2 * packing.num_planes)
+    writer = _Writer()
+    operand = 2 * packing.num_planes
     tiles = []  # (register, first bit in the word, number of bits)
     first = 0
     for bits in packing.bits_of_sections:
         for begin in range(0, bits, 8):
-            tiles.append((writer.operand() if bits >= 8 else writer.shifted(), first + begin, min(bits, 8)))
+            register = f"${operand}"
+            operand += 1
+            if bits < 8:
+                shift, shifted = writer.new(), writer.new()
+                writer.add(f"and.b32 {shift}, ${operand}, 7;")
+                writer.add(f"shr.u32 {shifted}, {register}, {shift};")
+                operand, register = operand + 1, shifted
+            tiles.append((register, first + begin, min(bits, 8)))
         first += bits
-    for plane, ((shift, bits), numbers) in enumerate(zip(packing.fields, levels, strict=True)):
-        fields = []
-        for register, begin, count in tiles:
-            low, high = max(begin, shift), min(begin + count, shift + bits)
-            if low < high:
-                fields.append((register, low - begin, low - shift, high - low))
-        _look_up(writer, _collect(writer, fields), bits, numbers, plane)
-    return writer.text
-
-
-def halves_of_planes(packing: Packing, levels: Sequence[Sequence[float]]) -> str:
-    """:func:`halves_of_words` for planes of equal width, of which some have more high bits.
-
-    The operands after the results are a register of the section ``codes``, and for each high section a register of its
-    bytes and a register with four copies of the number of bits by which these bytes must be shifted.
-    """
-    writer = _Writer(2 * packing.num_planes)
-    codes, low_bits = writer.operand(), packing.low_bits
-    sections = [(writer.shifted(), planes) for planes in packing.high]
-    for plane, numbers in enumerate(levels):
-        fields = [(codes, low_bits * plane, 0, low_bits)]
-        fields += [
-            (register, 8 // planes * plane, low_bits + k, 1)
-            for k, (register, planes) in enumerate(sections)
-            if plane < planes
-        ]
-        _look_up(writer, _collect(writer, fields), packing.plane_bits(plane), numbers, plane)
+    for plane, ((shift_of_plane, bits), numbers) in enumerate(zip(packing.fields, levels, strict=True)):
+        code = _collect(writer, tiles, shift_of_plane, bits)
+        _look_up(writer, code, bits, numbers, plane)
     return writer.text
 
 
 class _Writer:
-    """Lines of PTX, the registers that they use, and the operands that they read, of which ``first`` is the first."""
+    """Lines of PTX and the registers that they use."""
 
-    def __init__(self, first: int) -> None:
-        self._next_operand = first
+    def __init__(self) -> None:
         self._lines: list[str] = []
         self._registers: list[str] = []
         self.one = self.new()
@@ -85,34 +64,24 @@ class _Writer:
     def add(self, line: str) -> None:
         self._lines.append(line)
 
-    def operand(self) -> str:
-        """The register of the next operand."""
-        self._next_operand += 1
-        return f"${self._next_operand - 1}"
-
-    def shifted(self) -> str:
-        """The register of the next operand, shifted to the right by the number in the one after it."""
-        register, shifts = self.operand(), self.operand()
-        shift, result = self.new(), self.new()
-        self.add(f"and.b32 {shift}, {shifts}, 7;")
-        self.add(f"shr.u32 {result}, {register}, {shift};")
-        return result
-
     @property
     def text(self) -> str:
         return "\n".join(["{", f".reg .b32 {', '.join(self._registers)};", *self._lines, "}"])
 
 
-def _collect(writer: _Writer, fields: Sequence[_Field]) -> str:
-    """The register whose bytes are codes, which consist of ``fields``."""
+def _collect(writer: _Writer, tiles: Sequence[tuple[str, int, int]], shift: int, bits: int) -> str:
+    """The register whose bytes are the codes of a plane."""
     code = ""
-    for register, begin, place, count in fields:
+    for register, first, count in tiles:
+        low, high = max(first, shift), min(first + count, shift + bits)
+        if low >= high:
+            continue
         moved = register
-        if begin != place:
+        if first != shift:
             moved = writer.new()
-            direction = f"shr.u32 {moved}, {register}, {begin - place};"
-            writer.add(direction if begin > place else f"shl.b32 {moved}, {register}, {place - begin};")
-        mask = _bytes((1 << place + count) - (1 << place))
+            direction = f"shr.u32 {moved}, {register}, {shift - first};"
+            writer.add(direction if first < shift else f"shl.b32 {moved}, {register}, {first - shift};")
+        mask = _bytes((1 << high - shift) - (1 << low - shift))
         known, code = code, writer.new()
         if known:
             writer.add(f"lop3.b32 {code}, {moved}, {known}, {mask}, 0xec;")  # (moved & mask) | known

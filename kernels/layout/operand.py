@@ -289,18 +289,16 @@ def _word_sections(words: WordPacking, layout: PackedLayout) -> tuple[tuple[int,
 
 
 def _shares_shifts(layout: PackedLayout) -> bool:
-    """Whether four codes that share a register lie in one piece of each section of fewer than 8 bits.
+    """Whether four codes of words that share a register lie in one piece of each section of fewer than 8 bits.
 
     Inline PTX shifts the four bytes of a register at once. A register holds four neighbouring columns of keys, or four
     tokens of one column of values.
     """
     packing = layout.format.packing
-    sections = packing.sections(layout.head_dim)
-    if isinstance(packing, WordPacking):
-        shifted = [section for bits, section in zip(packing.bits_of_sections, sections, strict=True) if bits < 8]
-    else:
-        shifted = [] if packing.has_equal_planes else list(sections[1:])
-    return layout.role == "value" or all(section.width % 4 == 0 for section in shifted)
+    if layout.role == "value" or not isinstance(packing, WordPacking):
+        return True
+    sections = zip(packing.bits_of_sections, packing.sections(layout.head_dim), strict=True)
+    return all(section.width % 4 == 0 for bits, section in sections if bits < 8)
 
 
 def _unpack_ptx(codec: Codec, ptx: int) -> str | None:

@@ -104,19 +104,12 @@ def _load_word_tile(ptr, block_offset, row, exists, column, TILE: tl.constexpr, 
         tile = _load_codes(
             ptr, block_offset, row, exists, column % WIDTH, in_vector, OFFSET, tl.uint8, WIDTH, HAS_PADDING, OPERAND
         )
-        tiles = _with_shifts(tile, tl.where(in_vector, column // WIDTH, 0) * BITS, OPERAND)
-    return tiles
-
-
-@jit
-def _with_shifts(tile, shift, OPERAND: tl.constexpr):
-    """A tuple of a tile whose columns are shifted by ``shift`` [columns]. Inline PTX shifts them itself, by a second
-    tile in the tuple."""
-    shift = shift[:, None] if OPERAND.column_major else shift[None, :]
-    if OPERAND.unpack_ptx is not None:
-        tiles = (tile, tl.broadcast_to(shift.to(tl.uint8), tile.shape))
-    else:
-        tiles = (tile.to(tl.int32) >> shift,)
+        shift = tl.where(in_vector, column // WIDTH, 0) * BITS
+        shift = shift[:, None] if OPERAND.column_major else shift[None, :]
+        if OPERAND.unpack_ptx is not None:
+            tiles = (tile, tl.broadcast_to(shift.to(tl.uint8), tile.shape))
+        else:
+            tiles = (tile.to(tl.int32) >> shift,)
     return tiles
 
 
@@ -165,17 +158,17 @@ def _load_high_bits(ptr, block_offset, row, exists, column, K: tl.constexpr, OPE
     """Load high section K in the shape of the section ``codes``.
 
     Returns:
-        Without inline PTX a tuple of one tile, int32, with the bit of plane 0 lowest. With inline PTX a tuple of two
-        tiles of unchanged bytes. If all planes have equally many bits, a tile is 0 in the columns of one of the two
-        pieces. Then only the loads depend on the column, and Triton loads the tiles in the layout of the products that
-        use them. Otherwise the second tile has the number of bits by which the first must be shifted.
+        Without inline PTX a tuple of one tile, int32, with the bit of plane 0 lowest. With inline PTX a tuple of tiles
+        of unchanged bytes, one for each piece; a tile is 0 in the columns of the other pieces. Then only the loads
+        depend on the column, and Triton loads the tiles in the layout of the products that use them.
     """
     WIDTH: tl.constexpr = OPERAND.high_widths[K]
     OFFSET: tl.constexpr = OPERAND.high_offsets[K]
+    PIECES: tl.constexpr = 8 // OPERAND.high_planes[K]
     piece = column // WIDTH
-    if OPERAND.unpack_ptx is not None and OPERAND.has_equal_planes:
+    if OPERAND.unpack_ptx is not None:
         high = ()
-        for i in tl.static_range(2):
+        for i in tl.static_range(PIECES):
             tile = _load_codes(
                 ptr, block_offset, row, exists, column - i * WIDTH, piece == i, OFFSET, tl.uint8, WIDTH, True, OPERAND
             )
@@ -185,7 +178,8 @@ def _load_high_bits(ptr, block_offset, row, exists, column, K: tl.constexpr, OPE
         tile = _load_codes(
             ptr, block_offset, row, exists, column % WIDTH, in_vector, OFFSET, tl.uint8, WIDTH, True, OPERAND
         )
-        high = _with_shifts(tile, tl.where(in_vector, piece, 0), OPERAND)
+        piece = tl.where(in_vector, piece, 0)
+        high = (tile.to(tl.int32) >> (piece[:, None] if OPERAND.column_major else piece[None, :]),)
     return high
 
 
