@@ -5,12 +5,14 @@ The case list is ``all_cases()`` of ``tests/support/aot_devices.py``, which also
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 pytest.importorskip("triton")
 
 from aot_compilation import GPUS
-from aot_devices import HEAD_DIMS, OF_FORMATS, Case, all_cases, faults
+from aot_devices import HEAD_DIMS, OF_FORMATS, PAGE, Case, all_cases, faults
 
 from kvcompile.kernels.lang.triton import INTERPRETED
 
@@ -42,14 +44,8 @@ TAKE_LONG = (
 
 
 KNOWN = {
-    "86 float32 prompt turboquant_2.5bit turboquant_2.5bit 256": "dequantizing spills 1.4 KiB",
-    "90 store int2_per_channel[recent=1,sinks=1,bfloat16] int2_per_token_head 96": "the store spills 1.3 KiB",
-    "90 store turboquant_4bit turboquant_4bit 96": "the store spills 1.4 KiB",
+    **json.loads(PAGE.read_text(encoding="utf-8"))["slow"],
     "90 store float16 float16 128": "the store spills 0.9 KiB with Triton 3.7, and nothing with 3.6",
-    "90 float32 step int8_per_channel[recent=1,sinks=1,bfloat16] int8_per_token_head 256": "room for one of two",
-    "90 float32 step int8_per_group_128 int8_per_group_128 256": "room for one of two programs",
-    "100 step turboquant_3.5bit turboquant_3.5bit 96": "attention spills 1.2 KiB; no room for six programs",
-    "120 store turboquant_3.5bit turboquant_3.5bit 256": "the store spills 1.8 KiB",
 }
 """Cases that are slower than they could be, and why. Their results are right."""
 

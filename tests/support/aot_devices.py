@@ -264,20 +264,28 @@ def _supports(pair: tuple[str, str], head_dim: int) -> bool:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The rows of docs/compatibility.md, one for each GPU: calls, kernels, the largest program and spills."""
+    """What docs/compatibility.md shows for each GPU: calls, kernels, the largest program and spills.
+
+    Attributes of the result: ``slow`` has the cases that are slower than they could be, with their :func:`faults`.
+    """
     found: dict[str, Any] = {}
     for name, gpu in GPUS.items():
         all_calls = sum(case.gpu == name for case in all_cases())
         limits = {"of": all_calls, "limit": gpu.multiprocessor.of_program}
-        found[str(name)] = {"calls": 0, **limits, "kernels": 0, "shared": 0, "spilling": 0}
+        found[str(name)] = {"calls": 0, **limits, "kernels": 0, "shared": 0, "spilling": 0, "slow": 0}
+    cases = {str(case): case for case in all_cases()}
+    slow = {}
     for row in rows:
-        gpu = found[str(row["gpu"])]
+        gpu, kernels = found[str(row["gpu"])], [Resources(*values) for values in row["kernels"]]
         gpu["calls"] += "error" not in row
-        for kernel in (Resources(*values) for values in row["kernels"]):
+        for kernel in kernels:
             gpu["kernels"] += 1
             gpu["shared"] = max(gpu["shared"], kernel.shared)
             gpu["spilling"] += kernel.spilled > 0
-    return {"triton": triton.__version__, "date": f"{date.today()}", "gpus": found}
+        if reasons := faults(cases[row["case"]], kernels):
+            gpu["slow"] += 1
+            slow[row["case"]] = "; ".join(reasons)
+    return {"triton": triton.__version__, "date": f"{date.today()}", "gpus": found, "slow": dict(sorted(slow.items()))}
 
 
 def main() -> None:
