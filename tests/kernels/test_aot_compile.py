@@ -186,6 +186,7 @@ def test_tables_of_levels_stay_in_registers(key, value, attending):
     assert len(copies) < 10  # 49 to 173 of tables in uniform registers
 
 
+@needs_levels_in_registers
 @pytest.mark.parametrize("name", ["turboquant_3.5bit", pytest.param("turboquant_2.5bit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_planes_of_unequal_bits_are_looked_up_in_tables_without_spills(name, attending):
