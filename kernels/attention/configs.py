@@ -243,7 +243,7 @@ def _tuned_config(
     if padded_head_dim <= 128 and key is not value and not _spills_tuned(capability, key, value):
         kind = (ROWS_OF_ANOTHER.get(capability, capability), key.tile_bits, value.tile_bits)
         config = DECODE.get(kind, PORTABLE)
-        if _has_unequal_planes(key, value) and max(kind[1:]) <= 4:
+        if _has_unequal_planes(key, value) and max(key.tile_bits, value.tile_bits) <= 4:
             config = DECODE_UNEQUAL.get(kind[0], PORTABLE)
         if rows <= 4 and key.multiplies_integers:
             config = DECODE_DIGITS.get(kind, config)

@@ -8,6 +8,7 @@ byte ``j`` of the first plane, ``j`` of the second, ``j + 1`` of the first, ``j 
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def lookup_halves_of_unequal_planes(packing: Packing, levels: Sequence[Sequence[
             register for each piece. The register of a piece is 0 in the columns of the other pieces.
         levels: the levels of each plane.
     """
-    operands = iter(range(2 * packing.num_planes, 32))
+    operands = itertools.count(2 * packing.num_planes)
     codes = f"${next(operands)}"
     lines: list[str] = []
     tables: dict[str, str] = {}
@@ -74,12 +75,15 @@ def lookup_halves_of_unequal_planes(packing: Packing, levels: Sequence[Sequence[
     for first in (0, 2):
         fields: dict[tuple[str, int], int] = {}  # the bits of a byte that a register has, by its shift to the left
         for plane, place in ((first, 0), (first + 1, 4)):
-            fields[codes, place - packing.low_bits * plane] = ((1 << packing.low_bits) - 1) << place
-            for k, planes in enumerate(packing.high):
-                if plane < planes:
-                    bit = place + packing.low_bits + k
-                    field = f"section{k}", bit - 8 // planes * plane
-                    fields[field] = fields.get(field, 0) | 1 << bit
+            parts = [(codes, packing.low_bits * plane, place, packing.low_bits)]  # first bit, its place, and bits
+            parts += [
+                (f"section{k}", 8 // planes * plane, place + packing.low_bits + k, 1)
+                for k, planes in enumerate(packing.high)
+                if plane < planes
+            ]
+            for register, begin, end, count in parts:
+                field = register, end - begin
+                fields[field] = fields.get(field, 0) | ((1 << count) - 1) << end
         lines += _gathered("nibbles0", [(*field, bits) for field, bits in fields.items()])
         lines += _halves("nibbles0", levels[first], (first, first + 1), "ab"[first // 2], tables)
     return function_of(lines, tables, [f"section{k}" for k in range(len(packing.high))])
@@ -93,12 +97,17 @@ def _gathered(output: str, fields: Sequence[tuple[str, int, int]]) -> list[str]:
             lines.append(f"shl.b32 shifted, {register}, {shift};")
         elif shift < 0:
             lines.append(f"shr.u32 shifted, {register}, {-shift};")
-        moved, mask = "shifted" if shift else register, "0x" + bytes([bits] * 4).hex()
+        moved, mask = "shifted" if shift else register, in_all_bytes(bits)
         if number == 0:
             lines.append(f"and.b32 {output}, {moved}, {mask};")
         else:
             lines.append(f"lop3.b32 {output}, {moved}, {output}, {mask}, 0xec;")  # (moved & mask) | output
     return lines
+
+
+def in_all_bytes(byte: int) -> str:
+    """A constant with four equal bytes."""
+    return f"0x{byte:02x}{byte:02x}{byte:02x}{byte:02x}"
 
 
 def _halves(

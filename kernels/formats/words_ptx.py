@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 
 from kvcompile.kernels.formats.bit_planes import WordPacking
+from kvcompile.kernels.formats.lookup_ptx import in_all_bytes
 
 
 def halves_of_words(packing: WordPacking, levels: Sequence[Sequence[float]]) -> str:
@@ -81,7 +82,7 @@ def _collect(writer: _Writer, tiles: Sequence[tuple[str, int, int]], shift: int,
             moved = writer.new()
             direction = f"shr.u32 {moved}, {register}, {shift - first};"
             writer.add(direction if first < shift else f"shl.b32 {moved}, {register}, {first - shift};")
-        mask = _bytes((1 << high - shift) - (1 << low - shift))
+        mask = in_all_bytes((1 << high - shift) - (1 << low - shift))
         known, code = code, writer.new()
         if known:
             writer.add(f"lop3.b32 {code}, {moved}, {known}, {mask}, 0xec;")  # (moved & mask) | known
@@ -137,8 +138,3 @@ def _of_tables(writer: _Writer, code: str, selector: str, numbers: Sequence[int]
             writer.add(f"lop3.b32 {chosen[-1]}, {second}, {first}, {mask}, 0xe4;")  # mask ? second : first
         found, bit = chosen, bit + 1
     return found[0]
-
-
-def _bytes(byte: int) -> str:
-    """A constant with four equal bytes."""
-    return f"0x{byte:02x}{byte:02x}{byte:02x}{byte:02x}"

@@ -47,31 +47,32 @@ def store_tiles(capability: int, operand: PackedOperand, num_tokens: int, num_he
     if num_tokens == 1:
         return StoreTiles(1, 1, 1, 1, None)
     tokens = operand.block_tokens
-    num_warps = _num_warps(capability, operand)
+    few_warps = max(4, operand.padded_head_dim // 32)  # up to 64 elements per thread
+    num_warps = max(few_warps, _warps_without_spills(capability, operand))
     num_tiles = ceil_div(num_tokens, tokens)
     # A program of several tiles makes its rotation matrix once. But there must be enough programs to fill the device.
     tiles_per_program = max(1, min(4, num_tiles * num_heads // (32 * num_sms)))
-    max_registers = _hopper_registers(operand, num_warps) if capability == 9 else None
+    max_registers = _hopper_registers(operand) if capability == 9 and num_warps == few_warps else None
     return StoreTiles(tokens, num_warps, tiles_per_program, ceil_div(num_tiles, tiles_per_program), max_registers)
 
 
-def _num_warps(capability: int, operand: PackedOperand) -> int:
-    """Warps of a program that stores a tile: up to 64 elements per thread, or fewer if values would spill."""
+def _warps_without_spills(capability: int, operand: PackedOperand) -> int:
+    """The warps whose registers hold a tile that needs many: after a rotation, or if planes are gathered. 1 otherwise.
+
+    On Hopper gathered planes of 4 bits need fewer registers.
+    """
     if operand.rotated and operand.padded_head_dim > 128:
         return 16
-    if _has_gathered_planes(operand) and operand.padded_head_dim >= 128 and (capability != 9 or operand.low_bits < 4):
-        return 8
-    return max(4, operand.padded_head_dim // 32)
+    is_wide = _has_gathered_planes(operand) and operand.padded_head_dim >= 128
+    return 8 if is_wide and (capability != 9 or operand.low_bits < 4) else 1
 
 
-def _hopper_registers(operand: PackedOperand, num_warps: int) -> int | None:
+def _hopper_registers(operand: PackedOperand) -> int:
     """The register limit for 16 warps per multiprocessor, or for 12 where 16 would spill many values.
 
-    16 warps are 8 to 15 % faster otherwise. Values spill if planes are gathered, or if scales are per channel. There is
-    no limit for programs that have more warps because of their registers.
+    16 warps are 8 to 15 % faster otherwise. Values spill if planes are gathered, or if scales are per channel. Programs
+    that have more warps for their registers have no limit.
     """
-    if num_warps > max(4, operand.padded_head_dim // 32):
-        return None
     return 168 if _has_gathered_planes(operand) or operand.granularity == "channel" else 128
 
 

@@ -42,15 +42,18 @@ def interleaved(planes):
     return result
 
 
+def planes_of_halves(outputs, num_planes):
+    """The fp16 numbers of each plane, float32 [num_planes, columns]: two registers a plane for four columns."""
+    halves = np.array(outputs, np.uint32).reshape(-1, num_planes, 2).transpose(1, 0, 2)
+    return torch.from_numpy(np.ascontiguousarray(halves).view(np.float16).reshape(num_planes, -1).copy()).float()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_become_the_levels_of_the_specification_in_halves(name):
     fmt = get_format(name)
     planes, registers = packed_codes(fmt)
     outputs = [run(fmt.codec.unpack_ptx[0], 2 * fmt.num_planes, *words) for words in zip(*registers, strict=True)]
-    words = np.array(outputs, np.uint32).reshape(-1, fmt.num_planes, 2).transpose(1, 0, 2)
-    levels = torch.from_numpy(
-        np.ascontiguousarray(words).view(np.float16).reshape(fmt.num_planes, WIDTH).copy()
-    ).float()
+    levels = planes_of_halves(outputs, fmt.num_planes)
     expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
     gains = torch.tensor(fmt.codec.unpack_gains or (1.0,) * fmt.num_planes)[:, None] * fmt.gain
     torch.testing.assert_close(levels * gains, expected, rtol=1e-6, atol=0)
@@ -93,8 +96,7 @@ def test_planes_of_unequal_bits_become_the_levels_of_the_specification_in_halves
         registers += list(np.kron(np.eye(pieces, dtype=np.uint8), section))  # 0 in the columns of other pieces
     words = [np.ascontiguousarray(register).view(np.uint32).tolist() for register in registers]
     outputs = [run(fmt.codec.unpack_ptx[0], 8, *four) for four in zip(*words, strict=True)]
-    halves = np.array(outputs, np.uint32).reshape(-1, 4, 2).transpose(1, 0, 2)
-    levels = torch.from_numpy(np.ascontiguousarray(halves).view(np.float16).reshape(4, width).copy()).float()
+    levels = planes_of_halves(outputs, 4)
     expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
     torch.testing.assert_close(levels * fmt.gain, expected, rtol=1e-6, atol=0)
 
@@ -112,7 +114,6 @@ def test_words_become_the_levels_of_the_specification_in_halves(name, width):
     planes = [torch.randint(1 << bits, (width,), dtype=torch.uint8) for bits in fmt.packing.bits_of_planes]
     registers = registers_of_words(fmt.packing, fmt.packing.pack(torch.cat(planes)))
     outputs = [run(ptx, 2 * fmt.num_planes, *four) for four in zip(*registers, strict=True)]
-    halves = np.array(outputs, np.uint32).reshape(-1, fmt.num_planes, 2).transpose(1, 0, 2)
-    levels = np.ascontiguousarray(halves).view(np.float16).reshape(fmt.num_planes, width)
+    levels = planes_of_halves(outputs, fmt.num_planes)
     expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
-    torch.testing.assert_close(torch.from_numpy(levels.copy()).float(), expected, rtol=2**-11, atol=0)
+    torch.testing.assert_close(levels, expected, rtol=2**-11, atol=0)

@@ -264,9 +264,9 @@ def _supports(pair: tuple[str, str], head_dim: int) -> bool:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What docs/compatibility.md shows for each GPU: calls, kernels, the largest program and spills.
+    """The rows of docs/compatibility.md, one for each GPU: calls, kernels, the largest program, spills and slow calls.
 
-    Attributes of the result: ``slow`` has the cases that are slower than they could be, with their :func:`faults`.
+    The entry ``slow`` names the slow calls, which have :func:`faults`.
     """
     found: dict[str, Any] = {}
     for name, gpu in GPUS.items():
