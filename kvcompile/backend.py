@@ -25,7 +25,7 @@ from kvcompile.compat.ahead_of_time import is_ahead_of_time, keeping_code
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.backends import allow_registration_by_threads, ensure_registered
 from kvcompile.compat.graphs import copied_graph
-from kvcompile.compat.inductor import BoxedBool, can_call_subgraphs, compile_fx, compile_fx_inner
+from kvcompile.compat.inductor import BoxedBool, can_call_subgraphs, compile_fx, compile_fx_inner, views_by_method
 from kvcompile.compat.observing import dynamo_timed
 from kvcompile.compat.tracing import detect_fake_mode, forget_real_tensors, own_outputs
 from kvcompile.compat.versions import warn_if_untested
@@ -391,7 +391,7 @@ class _GraphCompiler:
         if self.generate_code is not None:
             compiled = self.generate_code(packing)
         else:
-            with contextlib.nullcontext() if self.is_ahead_of_time else storing_by_key():
+            with contextlib.nullcontext() if self.is_ahead_of_time else storing_by_key(), views_by_method():
                 compiled = compile_fx_inner(gm, rewritten.example_inputs, **kwargs)
         return PackedCode(compiled, plan, self.outcome, packing.cudagraphs, self.is_ahead_of_time)
 

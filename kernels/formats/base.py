@@ -195,7 +195,7 @@ class Format(abc.ABC):
         """
         original = x.float()
         x = self.to_stored_basis(original)
-        finite = x.isfinite().all(-1, keepdim=True)
+        finite = x.abs().amax(-1, keepdim=True) < torch.inf  # the largest magnitude is NaN if one channel is
         x = torch.where(finite, x, 0.0)
         is_zero = None
         if self.is_calibrated:

@@ -156,19 +156,18 @@ class Update:
         place = torch.where(number == 0, self._place(layout)[:, 0], of_entry[:, (number - 1).clamp(min=0)])
         place = computed_once(place)
         row = place[..., None] * layout.rows_per_block + torch.arange(layout.rows_per_block, device=data.device)
-        token = row - layout.first_row(self.entry[:, 0])[..., None]
-        row, token = row.unsqueeze(1), token.unsqueeze(1)  # [batch or 1, 1, 1 + m, rows_per_block]
+        token = (row - layout.first_row(self.entry[:, 0])[..., None]).unsqueeze(2)
+        row = row.unsqueeze(2)  # [batch or 1, 1 + m, 1, rows_per_block]
 
-        old = data[place, sequence[:, 0]].transpose(1, 2).unflatten(-1, (-1, layout.row_bytes))
-        new = _bytes_of_rows(self.rows)[sequence[..., None], head[..., None], token.clamp(0, BLOCK_TOKENS - 1)]
-        tag_row = computed_once(layout.with_tag(old[:, :, 1, 0], self.entry, self.tags).to(torch.uint8))
-        packed = computed_once(self.packed(layout)).unflatten(-1, (-1, layout.row_bytes))
-        is_packed, is_tag = (number == 0)[:, None], row == 0
+        # All values are [batch, 1 + m, num_kv_heads, rows_per_block, row_bytes], as they are stored.
+        old = data[place, sequence[:, 0]].unflatten(-1, (-1, layout.row_bytes))
+        new = _bytes_of_rows(self.rows)[sequence[..., None], head.view(1, 1, -1, 1), token.clamp(0, BLOCK_TOKENS - 1)]
+        tag_row = computed_once(layout.with_tag(old[:, 1, :, 0], self.entry, self.tags).to(torch.uint8))
+        packed = computed_once(self.packed(layout)).unflatten(-1, (-1, layout.row_bytes)).transpose(1, 2)
+        is_packed, is_tag = (number == 0)[:, None, None], row == 0
         is_new = (token >= 0) & (token < BLOCK_TOKENS) & ~is_packed
-        values = _chosen(
-            [(is_packed, packed), (is_new, new), (is_tag & ~is_packed, tag_row[:, :, None, None])], old
-        ).flatten(-2)
-        return (place, sequence[:, 0]), values.transpose(1, 2)
+        values = _chosen([(is_packed, packed), (is_new, new), (is_tag & ~is_packed, tag_row[:, None, :, None])], old)
+        return (place, sequence[:, 0]), values.flatten(-2)
 
     def _place(self, layout: PackedLayout) -> Tensor:
         """The places of the blocks in the packed data. A negative block must not become a block of the header."""

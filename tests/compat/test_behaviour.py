@@ -20,6 +20,7 @@ from torch._functorch import aot_autograd
 from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.utils import run_and_get_code
 
 import kvcompile
 from kvcompile import KVCompileError, compat, kvquant
@@ -88,6 +89,21 @@ def test_functions_take_the_arguments_that_they_get(
     except ValueError:
         pytest.skip("written in C++")
     signature.bind(*range(arguments), **dict.fromkeys(keywords))
+
+
+def test_a_view_in_a_dtype_of_another_size_is_a_method_call_in_generated_code() -> None:
+    def two_views(x: torch.Tensor) -> torch.Tensor:
+        return x.view(torch.int32) + (x + 1).view(torch.int32)
+
+    x = torch.randint(0, 255, (3, 8), dtype=torch.uint8)
+    with inductor.views_by_method():
+        result, (code,) = run_and_get_code(torch.compile(two_views, options={"fx_graph_cache": False}), x)
+    assert torch.equal(result, two_views(x))
+    assert code.count("torch.Tensor.view(") == 2
+    assert "aten.view.dtype(" not in code
+    torch._dynamo.reset()
+    _, (code,) = run_and_get_code(torch.compile(two_views, options={"fx_graph_cache": False}), x)
+    assert code.count("aten.view.dtype(") == 2, "code that others compile is the same as before"
 
 
 def test_names_that_pytorch_looks_up_in_our_classes() -> None:
