@@ -118,18 +118,22 @@ def attention_config(
     narrow = 0 < multiprocessor.bandwidth < NARROW
     config = _tuned_config(capability, key, value, rows, mask_per_row, float32, narrow)
     tile_nbytes = _tile_nbytes(config, key, value, least_bits=0)
-    if capability == 9 and not float32 and key.tile_bits < 32:  # its rows were measured with this rule
-        num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
-        return replace(config, num_stages=min(config.num_stages, num_tiles))
     itemsize = 4 if float32 or key.tile_bits == 32 else 2
     shared_nbytes = SCRATCH_NBYTES + config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
+    if capability == 9 and not float32 and key.tile_bits < 32:  # its rows were measured with this rule
+        num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
+        config = replace(config, num_stages=min(config.num_stages, num_tiles))
+        return _with_padding(config, key, value, tile_nbytes, shared_nbytes, multiprocessor)
     other_nbytes = shared_nbytes
-    # Packed codes become levels in registers. Floats pass through shared memory once more, and so do levels of unequal
-    # planes, and levels that have been multiplied by scales.
+    # Packed codes become levels in registers. Floats pass through shared memory once more, and so do levels of words,
+    # levels of unequal planes without inline PTX, and levels that have been multiplied by scales.
     scaled_levels = float32 and any(operand.granularity != "token" for operand in (key, value))
     if scaled_levels or max(key.tile_bits, value.tile_bits) >= 16:
         other_nbytes += _tile_nbytes(config, key, value, least_bits=32 if float32 else 0)
-    elif "group" in (key.granularity, value.granularity) or _has_unequal_planes(key, value):
+    elif any(
+        operand.granularity == "group" or operand.word_fields or _unpacks_without_ptx(operand)
+        for operand in (key, value)
+    ):
         other_nbytes += _tile_nbytes(config, key, value, least_bits=16) // 2  # of keys or of values
     else:
         other_nbytes += tile_nbytes if config.num_stages == 1 else 0
@@ -190,6 +194,33 @@ def _tile_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOpera
     """Bytes of a tile of keys and values whose codes have ``least_bits`` or more."""
     bits = (max(operand.loaded_bits, least_bits * operand.padded_head_dim) for operand in (key, value))
     return config.tokens * sum(bits) // 8
+
+
+def _with_padding(
+    config: AttentionConfig,
+    key: PackedOperand,
+    value: PackedOperand,
+    tile_nbytes: int,
+    shared_nbytes: int,
+    multiprocessor: Multiprocessor,
+) -> AttentionConfig:
+    """The configuration with as many programs as there is room for, if tiles have padding.
+
+    The configurations were measured without padding, which moves tiles through shared memory once more.
+
+    Args:
+        config: the configuration.
+        key, value: compile-time descriptions of keys and values.
+        tile_nbytes: bytes of a tile that is loaded ahead.
+        shared_nbytes: shared memory of a program besides such tiles.
+        multiprocessor: its sizes.
+    """
+    if all(operand.width == operand.padded_width for operand in (key, value)):
+        return config
+    of_program = shared_nbytes + (config.num_stages - 1) * tile_nbytes + RESERVED_NBYTES
+    return replace(
+        config, programs_per_sm=max(1, min(config.programs_per_sm, multiprocessor.shared_memory // of_program))
+    )
 
 
 def _with_room(
@@ -273,6 +304,11 @@ def _of_two_warps(config: AttentionConfig) -> AttentionConfig:
 def _has_unequal_planes(key: PackedOperand, value: PackedOperand) -> bool:
     """Whether keys or values have planes of unequal bits, or words."""
     return not (key.has_equal_planes and value.has_equal_planes)
+
+
+def _unpacks_without_ptx(operand: PackedOperand) -> bool:
+    """Whether the planes have unequal bits, and are unpacked without inline PTX."""
+    return not operand.has_equal_planes and operand.unpack_ptx is None
 
 
 def _spills_tuned(capability: int, key: PackedOperand, value: PackedOperand) -> bool:

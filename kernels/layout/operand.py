@@ -170,10 +170,14 @@ class PackedOperand:
 
     @property
     def loaded_bits(self) -> int:
-        """Bits of a vector's section ``codes`` in a tile, or of its words, whose sections take whole bytes there."""
+        """Bits of a vector's codes in a tile. There each section of words, and of high bits, takes whole bytes.
+
+        Inline PTX reads a high section from a tile for each of its pieces.
+        """
         if self.word_fields:
             return 8 * self.padded_width * sum(-(-bits // 8) for bits, _, _ in self.word_sections)
-        return self.tile_bits * self.padded_head_dim
+        high = sum(8 // planes if self.unpack_ptx is not None else 1 for planes in self.high_planes)
+        return self.tile_bits * self.padded_head_dim + 8 * self.padded_width * high
 
     @property
     def prefetched_lines(self) -> int:
