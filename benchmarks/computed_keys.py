@@ -3,9 +3,9 @@
     python benchmarks/computed_keys.py [--shapes 8,32/8,128,32768 ...] [--formats int4 ...] [--layers 4]
 
 Every format has three rows: keys that are cached after RoPE, as most models do, before RoPE (OLMo, x-transformers),
-and before a norm. Attention applies RoPE to packed keys; before a norm, the step dequantizes keys and attention reads
-packed values. The baseline is the same step under plain ``torch.compile`` in bfloat16. Each result is first compared
-with eager code on the same packed caches.
+and before a norm. If keys are cached before RoPE, attention applies RoPE to packed keys. If they are cached before a
+norm, the step dequantizes them, and attention reads packed values. The baseline is the same step under plain
+``torch.compile`` in bfloat16. Each result is first compared with eager code on the same packed caches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def normalized(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def step_of(case: str) -> Step:
-    """The attention of all layers on their caches, into which keys are written as ``case`` says."""
+    """A step of all layers: it writes keys as ``case`` says, and attends to the caches."""
     computed = normalized if case == "cached before a norm" else with_rope
 
     def step(q: Tensor, k: Tensor, v: Tensor, caches: list[tuple[Tensor, Tensor]], tables: tuple[Tensor, ...]) -> Any:

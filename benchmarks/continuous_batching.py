@@ -1,4 +1,4 @@
-"""Continuous batching of Transformers on plain and on packed pages: tokens of pages in a GiB, and tokens a second.
+"""Continuous batching of Transformers on plain and on packed pages: how many pages fit into memory, and tokens/s.
 
     python benchmarks/continuous_batching.py [--policies plain int8_per_token_head ...] [--requests 32] [--prompt 512]
                                              [--new-tokens 64] [--layers 4] [--memory 1GiB] [--small]

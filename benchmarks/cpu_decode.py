@@ -3,10 +3,10 @@
     python benchmarks/cpu_decode.py [--shape 1,16/4,64,4096] [--policies int8_per_token_head int4_per_token_head]
     python benchmarks/cpu_decode.py --shape 1,4/2,64,256 --contexts 64 256 1024 4096 --threads 1 2 --layers 2
 
-Times one attention module of a Hugging Face Llama, and a whole small model, with a static cache full of random values.
-The baseline is plain Inductor. Plain and packed steps take turns, so that other load on the machine slows both equally.
-Results are first compared with the uncompiled module on a plain cache with the dequantized values. The relative
-overhead of packing is larger for smaller models and shorter contexts.
+The program times one attention module of a Hugging Face Llama, and a whole small model, with a static cache full of
+random values. The baseline is plain Inductor. Plain and packed steps take turns, so that other load on the machine
+slows both equally. Results are first compared with the uncompiled module on a plain cache with the dequantized values.
+The relative overhead of packing is larger for smaller models and shorter contexts.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ def facts(step: CompiledStep) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=argument(Shape.parse), default="1,16/4,64,4096", help="default: %(default)s")
-    parser.add_argument("--contexts", nargs="+", type=int, help="tokens of the cache (default: as the shape)")
+    parser.add_argument("--contexts", nargs="+", type=int, help="tokens of the cache (default: from --shape)")
     parser.add_argument("--cases", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: both")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="presets or files (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="layers of the whole model (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=8192, help="its vocabulary (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="size of its vocabulary (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=50, help="steps that are timed (default: %(default)s)")
     parser.add_argument("--threads", nargs="+", type=int, default=[torch.get_num_threads()], help="default: PyTorch's")
     args = parse_arguments(parser, needs_cuda=False, needs_backend=True)

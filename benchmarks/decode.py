@@ -60,7 +60,7 @@ def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Ti
 
 @contextlib.contextmanager
 def programs_per_sm(count: int) -> Iterator[None]:
-    """In the block, decode kernels have ``count`` programs for each multiprocessor, whatever their configurations."""
+    """Inside the ``with`` block, decode kernels have ``count`` programs per multiprocessor in all configurations."""
 
     def splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
         return num_splits(dataclasses.replace(config, programs_per_sm=count), programs, kv_len, num_sms)
@@ -134,9 +134,9 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="*", type=argument(Shape.parse), default=SHAPES)
     parser.add_argument("--formats", nargs="*", type=argument(parse_formats), default=default_formats())
     parser.add_argument("--q-len", type=int, default=1, help="query positions (default: %(default)s)")
-    parser.add_argument("--programs-per-sm", nargs="*", type=int, default=[], help="further numbers to time")
+    parser.add_argument("--programs-per-sm", nargs="*", type=int, default=[], help="further numbers of programs")
     parser.add_argument("--masked-shapes", nargs="*", type=argument(Shape.parse), default=MASKED_SHAPES)
-    parser.add_argument("--visible", type=int, default=1000, help="tokens that a mask shows (default: %(default)s)")
+    parser.add_argument("--visible", type=int, default=1000, help="tokens that masks leave visible (%(default)s)")
     arguments = parse_arguments(parser)
     recorder = Recorder(arguments, Chart("shape", ("case", "format"), ("of_read_ceiling", "speedup")))
     with torch.no_grad():

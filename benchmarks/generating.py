@@ -104,7 +104,7 @@ def synchronize() -> None:
 
 @contextlib.contextmanager
 def empty_compiler_caches() -> Iterator[None]:
-    """In the block, Inductor and Triton use empty caches of compiled code."""
+    """Inside the ``with`` block, Inductor and Triton use empty caches of compiled code."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     before = {name: os.environ.pop(name, None) for name in names}
     with tempfile.TemporaryDirectory() as folder:
@@ -127,10 +127,10 @@ def forget_compiled() -> None:
 
 def add_request_arguments(parser: argparse.ArgumentParser, *, layers: int, new_tokens: int) -> None:
     """Add the options of the model, of a request and of the whole run, with these defaults."""
-    parser.add_argument("--layers", type=int, default=layers, help="of the model (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=128256, help="of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=layers, help="layers of the model (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=128256, help="size of the vocabulary (default: %(default)s)")
     parser.add_argument(
-        "--new-tokens", type=int, default=new_tokens, help="of a request, at least 4 (default: %(default)s)"
+        "--new-tokens", type=int, default=new_tokens, help="tokens of an answer, at least 4 (default: %(default)s)"
     )
     parser.add_argument(
         "--seconds", type=float, default=540, help="rows that would begin later are skipped (default: %(default)s)"

@@ -41,7 +41,7 @@ def quantized(keys: Tensor, name: str) -> Tensor:
 
 @contextmanager
 def quantizing(model: Any, name: str, *, before: bool) -> Iterator[None]:
-    """A block in which ``model`` quantizes its keys before, or after, their rotary embedding."""
+    """Inside the ``with`` block, ``model`` quantizes its keys before, or after, their rotary embedding."""
     module = sys.modules[type(model).__module__]
     rotate = module.apply_rotary_pos_emb
 

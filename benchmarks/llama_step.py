@@ -114,8 +114,8 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", type=argument(Shape.parse), default=SHAPES)
     parser.add_argument("--policies", nargs="*", default=POLICIES, help="presets or files (default: %(default)s)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["default"], help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=8, help="of the model (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=128256, help="of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=128256, help="size of the vocabulary (default: %(default)s)")
     args = parse_arguments(parser, needs_backend=True)
     for policy in args.policies:
         try:

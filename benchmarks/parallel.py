@@ -7,8 +7,8 @@ Ranks run a model as wide as Llama 3 8B with random weights in bfloat16. First, 
 wait. The baseline of a row is the same step on one rank.
 
 - tensor parallel: PyTorch distributes weights and KV heads (``parallelize_module``). Caches are full of random values.
-- context parallel: every rank has all weights and a part of the tokens (``context_parallel=``). Full shards of random
-  values are decoded.
+- context parallel: every rank has all weights and a part of the tokens (``context_parallel=``). Their
+  shards are full of random values.
 
 The logits of the first step are compared with the logits of one rank on the same cache. All ranks begin a repeat at the
 same time. The slowest rank determines its time.
@@ -255,8 +255,8 @@ def main() -> int:
     parser.add_argument("--context-shape", type=shape, default="1,32/8,128,1048576", help="default: %(default)s")
     parser.add_argument("--policy", default="int4_per_token_head", help="preset or file (default: %(default)s)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["reduce-overhead"], help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=16, help="of the model (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="size of the vocabulary (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats, at least 2 (default: %(default)s)")
     args = parse_arguments(parser, needs_cuda=False)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:

@@ -73,7 +73,7 @@ def promised_users(model: dict[str, Any], policy: str, context: int, memory: int
 
 @contextlib.contextmanager
 def limited_memory(nbytes: int) -> Iterator[None]:
-    """In the block, PyTorch allocates at most ``nbytes`` on the GPU. A CPU has no limit."""
+    """Inside the ``with`` block, PyTorch allocates at most ``nbytes`` on the GPU. A CPU has no limit."""
     if DEVICE.type != "cuda":
         yield
         return
@@ -178,7 +178,7 @@ def compare(recorder: Recorder, context: int, args: argparse.Namespace) -> None:
 
 
 def heads(text: str) -> tuple[int, int]:
-    """``32/8`` as two numbers."""
+    """Parse ``HEADS/KV``, such as ``32/8``: the number of query heads and of KV heads."""
     shape = Shape.parse(f"1,{text},1,1")
     return shape.num_heads, shape.num_kv_heads
 
@@ -186,8 +186,8 @@ def heads(text: str) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     size = argument(lambda text: parse_size(text, "a size"))
-    parser.add_argument("--memory", type=size, default="75GiB", help="of the process (default: %(default)s)")
-    parser.add_argument("--reserve", type=size, default="2GiB", help="for all but weights and caches (%(default)s)")
+    parser.add_argument("--memory", type=size, default="75GiB", help="GPU memory to use (default: %(default)s)")
+    parser.add_argument("--reserve", type=size, default="2GiB", help="part of it for other tensors (%(default)s)")
     contexts = argument(lambda text: parse_context(text, "--contexts"))
     parser.add_argument("--contexts", nargs="+", type=contexts, default=[8192], help="tokens per user (%(default)s)")
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="presets or files (default: %(default)s)")

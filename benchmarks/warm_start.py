@@ -3,11 +3,16 @@
     python benchmarks/warm_start.py [--layers 16] [--policy int8_per_token_head] [--device cpu] [--mode reduce-overhead]
 
 A small Llama with a static cache decodes one token. Each case is measured in a separate process, first with empty
-caches of compiled code, and then with the caches that the first process filled. The cases are plain ``torch.compile``;
-``kvquant`` with a cache that is packed from the start; and ``kvquant`` with a plain cache of the caller. Its first call
-packs the cache, so the second call compiles again, with the code that the first one has stored. In the last case it
-stores no code, and runs the passes again. Times are wall clock seconds of each call, without imports, or with
-``--processor`` the processor seconds of all threads and compilers, which other programs on the machine disturb less.
+caches of compiled code, and then with the caches that the first process filled. The cases are:
+
+- plain ``torch.compile``;
+- ``kvquant`` with a cache that is packed from the start;
+- ``kvquant`` with a plain cache of the caller: the first call packs the cache, so the second call compiles again, and
+  finds the code that the first call has stored;
+- the same without stored code: the second call runs the passes again.
+
+Times are wall clock seconds of each call, without imports. With ``--processor`` they are the processor seconds of all
+threads and compilers, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations

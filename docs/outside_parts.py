@@ -31,7 +31,7 @@ nothing fails as an empty judge. Graphs run node by node on a CPU.
 
 | way | what is packed |
 |---|---|
-| `config` | `CompileConfig` has `kvquant` as its default backend, and `generate()` on a static cache always has one |
+| `config` | `kvquant` is the default backend of `CompileConfig`, which `generate()` on a static cache always uses |
 | `compile` | `kvcompile.compile` compiles each model before its first `generate()`, also for beams and an assistant |
 | `packing` | the class of the cache makes packed tensors; nothing is compiled |
 | its loop | the project's own loop drives its model, whose weights are small and random |

@@ -37,7 +37,7 @@ CASES: Cases = [(attention, cache) for attention in get_args(Implementation) for
 SDPA: Cases = [case for case in CASES if case[0] == "sdpa"]
 """The cases of a model type whose sizes come from the rule of ``sweep_library.py``."""
 EAGER: Cases = [case for case in CASES if case[0] == "eager"]
-"""The further cases of such a type if it has no sdpa."""
+"""The further cases of such a model type if it has no sdpa."""
 TIMEOUT = 900
 """Seconds for one architecture."""
 

@@ -198,7 +198,7 @@ class _Case:
         compiled = torch.compile(self.model, backend="kvquant", options={"policy": self.policy, "verify": True})
         cache = self._new_cache()
         logits = []
-        sites_of_length: dict[int, Sequence[Site]] = defaultdict(tuple)  # of the graph that takes so many tokens
+        sites_of_length: dict[int, Sequence[Site]] = defaultdict(tuple)  # the sites of the graph for so many tokens
         with without_code_generation(), kvcompile.collect_reports() as report:
             encoded = self._encode()
             for step, ids in enumerate(self.ids.split(self.steps, dim=1)):

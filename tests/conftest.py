@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if config.getoption("tx", None) and not is_worker:
         return  # the process that starts the workers; they would wait until it has imported PyTorch
-    gc.disable()  # what imports and collection make lives to the end
+    gc.disable()  # objects that imports and collection make live until the process ends
     config.pluginmanager.import_plugin("shared_fixtures")
     import torch
     import torch._functorch.config
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_worker:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that import PyTorch first
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more threads are processes that import PyTorch
     if file := config.getoption("processor_times"):
         config.pluginmanager.register(ProcessorTimes(file))
 
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     gc.freeze()
     gc.enable()
-    items.sort(key=lambda item: not item.path.as_posix().endswith(BEGIN_EARLY))  # keeps the order of equal ones
+    items.sort(key=lambda item: not item.path.as_posix().endswith(BEGIN_EARLY))  # the sort is stable
     part, parts = map(int, config.getoption("part").split("/"))
     config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])
     items[:] = items[part - 1 :: parts]

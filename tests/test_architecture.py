@@ -89,7 +89,7 @@ ROOMS_WITH_TRANSFORMERS = (
 """The modules that import Transformers, inside the functions that need it."""
 
 INSIDE_FUNCTIONS = {"triton", "transformers", "huggingface_hub", "depyf", "matplotlib"}
-"""Packages that functions may import: optional ones, and those that take seconds to import."""
+"""Packages that functions may import: optional packages, and packages that take seconds to import."""
 
 
 @dataclass(frozen=True)

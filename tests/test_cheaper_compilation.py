@@ -20,7 +20,7 @@ def depth(remaining: int, *, found: int = 0) -> int:
     return depth(remaining - 1, found=found + 1) if remaining else found
 
 
-def test_a_function_in_one_piece_of_stack_gives_and_raises_what_it_does_elsewhere() -> None:
+def test_a_function_in_one_piece_of_stack_returns_and_raises_the_same() -> None:
     assert in_one_piece_of_stack(depth)(700, found=3) == 703
     assert in_one_piece_of_stack(depth).__name__ == "depth"
     with pytest.raises(RecursionError):

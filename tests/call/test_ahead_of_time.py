@@ -141,7 +141,7 @@ def test_loading_gives_the_graph_to_the_report_and_calls_are_counted(on_packed: 
 
 @pytest.mark.parametrize("has_guards", [True, False])
 def test_a_cache_in_another_format_is_refused(on_packed: tuple[Any, Path], has_guards: bool) -> None:
-    """Caches of equally many bytes would otherwise be read as one another."""
+    """Keys and values have equally many bytes, so the function could read each of them as the other."""
     function = loaded(on_packed[1])
     if not has_guards:
         function.disable_guard_check()
@@ -342,7 +342,7 @@ def test_a_setting_that_cannot_be_pickled_is_an_error_with_a_remedy(tmp_path: Pa
         function.save_compiled_function(str(tmp_path / "step.bin"))
 
 
-def test_a_step_of_which_pytorch_keeps_no_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_code_pytorch_does_not_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_call, "is_kept", lambda compiled: False)
     with pytest.raises(OptionsError, match=r"keeps no code of it; compile it with torch\.compile, or store it with"):
         compiled_ahead(torch.nn.functional.silu, [torch.randn(3)])

@@ -54,7 +54,7 @@ def test_caches_that_moved_or_may_move_are_not_recognised() -> None:
     assert known.data_of(own) is None
     known.remember(growing, data_of(growing))
     assert known.data_of(growing) is None
-    known.remember(own, [cache.clone().packed for cache in own])  # the graph gets copies of views that are not whole
+    known.remember(own, [cache.clone().packed for cache in own])  # a graph gets a copy of the bytes of a partial view
     assert known.data_of(own) is None
 
 

@@ -29,7 +29,7 @@ FIRES_FROM = {
     "int4_per_token_head": 64,
     "int8_per_token_head": 64,
 }
-"""For each format, the least tested factor of one RoPE pair at which the guard fires; other channels are alike."""
+"""Maps formats to the smallest tested factor of one RoPE pair at which the guard fires; other channels are alike."""
 NEVER = ("fp8_e4m3", "turboquant_k8v4")
 
 
@@ -70,7 +70,7 @@ def test_floats_and_scales_per_channel_hold_any_outliers(name: str) -> None:
     assert examine(with_outliers(normal_keys(), 100), name) is None
 
 
-def test_a_rotation_or_more_bits_stand_larger_outliers() -> None:
+def test_a_rotation_or_more_bits_tolerate_larger_outliers() -> None:
     def least_factor(name: str) -> int:
         return next(2**n for n in range(10) if examine(with_outliers(normal_keys(), 2**n), name))
 
@@ -172,7 +172,7 @@ def test_earlier_contents_of_the_memory_of_a_new_cache_do_not_count_as_keys(pref
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_pool_whose_memory_holds_anything_is_not_checked() -> None:
+def test_a_pool_is_not_checked_because_its_unwritten_slots_may_hold_anything() -> None:
     def step(q: torch.Tensor, k: torch.Tensor, pools: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
         keys, values = (pool.index_copy_(0, slots, k).index_select(0, slots).transpose(0, 1)[None] for pool in pools)
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values)
@@ -184,7 +184,7 @@ def test_a_pool_whose_memory_holds_anything_is_not_checked() -> None:
     assert not report.notes
 
 
-def test_a_policy_warns_unless_it_says_something_else() -> None:
+def test_by_default_a_policy_warns_of_outlier_keys() -> None:
     assert Policy.load("fp8_e4m3").key_outliers == "warn"
     with pytest.raises(PolicyError, match="key_outliers: input should be 'ignore', 'warn' or 'promote', got 'raise'"):
         Policy.load({"default": {"dtype": "fp8_e4m3"}, "key_outliers": "raise"})

@@ -50,7 +50,7 @@ def decode_step_code(preset: str, device: str, num_layers: int = 1) -> tuple[str
         on_cpu=[("int8_per_token_head",)],
         generated_on_cpu=[
             ("int4_per_token_head",),
-            *([("turboquant_4bit_nc",)] if not is_before("2.13") else []),  # Inductor buffered looked-up centroids
+            *([("turboquant_4bit_nc",)] if not is_before("2.13") else []),  # older Inductors buffer the centroids
         ],
     ),
 )

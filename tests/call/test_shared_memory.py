@@ -97,7 +97,7 @@ def attend(q: Tensor, x: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> T
 def attend_and_write_what_is_viewed(
     cache: Tensor, view: Tensor, q: Tensor, x: Tensor, keys: Tensor, values: Tensor, pos: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """No pass knows the first cache that is written: the graph takes the values of the cache and of its view."""
+    """No attention reads ``cache``, so the graph takes the dequantized values of the cache and of its view."""
     cache.index_copy_(2, pos, x)
     read = view.sum(-1)
     return attend(q, x, keys, values, pos), read
@@ -109,14 +109,14 @@ def arguments() -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_cache_that_a_graph_takes_as_its_values_may_not_be_written_beside_a_view_of_it() -> None:
+def test_a_cache_whose_values_a_graph_takes_may_not_be_written_beside_a_view_of_it() -> None:
     cache = packed()
     with pytest.raises(AliasedCacheError, match="share their storage"):
         compiled(attend_and_write_what_is_viewed)(cache, cache[:, :, :10], *arguments())
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_cache_that_a_graph_takes_as_its_values_may_be_written_beside_other_tokens_of_it() -> None:
+def test_a_cache_whose_values_a_graph_takes_may_be_written_beside_other_tokens_of_it() -> None:
     cache = packed()
     expected, args = cache.clone(), arguments()
     _, expected_read = attend_and_write_what_is_viewed(expected[:, :, :70], expected[:, :, 70:], *copy.deepcopy(args))

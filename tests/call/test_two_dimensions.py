@@ -63,7 +63,7 @@ def test_every_rank_packs_every_attention(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_the_report_of_all_ranks_sums_sites_and_bytes(ranks: list[dict[str, Any]]) -> None:
-    """Three graphs of each model have a site in each; float32 packs 4 bytes of an element as 4 bytes."""
+    """Each model has three graphs with one site each. An element takes 4 bytes, packed in float32 or plain."""
     elements = [program.KV_HEADS * program.CAPACITY * width for width in (WIDTH, 64)]
     both = 2 * 4 * sum(elements)
     for rank in ranks:

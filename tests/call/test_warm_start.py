@@ -186,7 +186,7 @@ def after_packing(
 ) -> tuple[Tensor, dict[str, int], kvcompile.Report]:
     """The result of the second of two equal calls, the hits and misses of AOTAutograd's cache, and the report.
 
-    The first call packs the caches among ``args``. The second one runs in the block ``between``.
+    The first call packs the caches among ``args``. The second one runs inside the ``with`` block ``between``.
     """
     torch._dynamo.reset()
     counters.clear()

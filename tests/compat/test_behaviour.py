@@ -106,7 +106,7 @@ def test_a_view_in_a_dtype_of_another_size_is_a_method_call_in_generated_code() 
     assert code.count("aten.view.dtype(") == 2, "code that others compile is the same as before"
 
 
-def test_names_that_pytorch_looks_up_in_our_classes() -> None:
+def test_pytorch_looks_up_these_names_in_our_classes() -> None:
     assert "_boxed_call" in inspect.getsource(aot_autograd)
     if torch.__version__ >= "2.13":  # older releases keep graphs with tensor subclasses out of this cache
         assert "_stable_hash_for_caching" in inspect.getsource(autograd_cache)
@@ -151,7 +151,7 @@ def test_only_tensors_on_one_storage_have_one_identifier() -> None:
 
 
 @pytest.mark.parametrize("is_registered", [True, False])
-def test_only_after_a_registered_backend_dynamo_drops_its_references(is_registered: bool) -> None:
+def test_dynamo_drops_its_references_only_after_a_registered_backend(is_registered: bool) -> None:
     class Backend:
         def __call__(self, gm: Any, inputs: Any) -> Any:
             if is_registered:

@@ -130,7 +130,7 @@ def run_beside_eager(fn: Step, step: Step, kv: Tensor, lengths: tuple[int, ...])
 
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
 def test_every_form_equals_eager_code_in_a_lossless_format(fn: Step) -> None:
-    """Ranges that arrive packed take another graph: of one head, and of several layers; the next test has others."""
+    """A second step gets packed ranges, which take another graph. The next test has a second step of other forms."""
     lengths = (66, 1) if fn in (one_head_is_split, layers_have_a_dimension_of_their_own) else (66,)
     kv = run_beside_eager(fn, compiled(fn, policy="float32"), torch.randn(FORMS[fn]), lengths)
     assert isinstance(kv, PackedRanges)

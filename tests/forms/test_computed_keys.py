@@ -222,7 +222,7 @@ def test_attention_on_keys_that_are_computed_from_their_cache_is_packed(step: St
 def test_growing_caches_of_such_keys_are_packed_from_the_first_call_on(
     compute: Callable[..., Tensor], lengths: tuple[int, ...]
 ) -> None:
-    """One graph serves the prompt, one all steps of one token, and one those of two tokens."""
+    """One graph serves the prompt, one serves all steps of one token, and one serves all steps of two tokens."""
     step = growing_step(compute)
     run = compiled(step, LOSSLESS)
     past = expected = None

@@ -183,7 +183,7 @@ def test_generated_code_does_the_same() -> None:
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_are_seen_in_the_blocks_that_a_block_mask_names(device: str) -> None:
-    """This is the meaning of PyTorch's compiled code. Its eager code uses ``mask_mod`` only."""
+    """PyTorch's compiled code reads these blocks. Its eager code uses ``mask_mod`` only."""
     count = torch.ones(BATCH, 1, 1, dtype=torch.int32, device=device)
     partial, full = (torch.tensor(i, dtype=torch.int32, device=device).expand(BATCH, 1, 1, 2) for i in ([2, 7], [0, 1]))
     block_mask = BlockMask.from_kv_blocks(

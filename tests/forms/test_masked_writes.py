@@ -27,7 +27,7 @@ LOSSLESS = {"default": {"dtype": "float32"}}
 SOME, NONE, ALL = (True, False, True), (False, False, False), (True, True, True)
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
-"""Takes a cache, new vectors, their positions, and which sequences are active."""
+"""Takes a cache, new vectors, their positions, and the active sequences, bool [batch]."""
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
 
@@ -271,7 +271,7 @@ def test_a_step_may_return_the_chosen_cache() -> None:
             assert torch.equal(passed.dequantize() if isinstance(passed, PackedTensor) else passed, old)
 
 
-# Values that are not the cache's own in their place
+# Values that are not the old tokens at the same positions of the cache
 
 
 def tokens_of_another_position(cache: Tensor, x: Tensor, pos: Tensor, active: Tensor) -> None:

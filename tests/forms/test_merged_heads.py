@@ -123,7 +123,7 @@ def test_every_form_of_write_is_packed(name: str, policy: str) -> None:
 
 
 def whisper(q: Tensor, k: Tensor, v: Tensor, past: Any, start: int) -> Any:
-    """Keys and values grow by ``cat`` before they are divided; both operands of the product are scaled."""
+    """Keys and values grow by ``cat`` before they are divided into heads; queries and keys are both scaled."""
     n = q.shape[2]
     k, v = k + 1, v + 1
     if past:

@@ -74,7 +74,7 @@ def _is_float(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_packed_pools_arrive_and_all_sizes_may_be_symbols(traced: bool, request: pytest.FixtureRequest) -> None:
+def test_pools_may_arrive_packed_and_all_sizes_may_be_symbols(traced: bool, request: pytest.FixtureRequest) -> None:
     if traced:
         request.getfixturevalue("operators_traced")
     request.getfixturevalue("without_code_generation")

@@ -89,7 +89,7 @@ def behind_a_sum(cache: Tensor, x: Tensor, positions: Tensor) -> None:
 
 
 def narrowed(cache: Tensor, x: Tensor, positions: Tensor) -> None:
-    cache.narrow(1, positions[0].item(), x.shape[1]).copy_(x)  # PyTorch writes its end with a case for -1
+    cache.narrow(1, positions[0].item(), x.shape[1]).copy_(x)  # in the graph, the slice's end has a case for -1
 
 
 @pytest.mark.parametrize("write", [selected, behind_a_sum, narrowed])

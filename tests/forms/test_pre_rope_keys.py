@@ -165,7 +165,7 @@ def test_rope_is_applied_to_exact_tokens_too() -> None:
 
 
 def test_generated_code_of_growing_caches_applies_rope_to_packed_keys(fresh_compiler: None) -> None:
-    """``test_computed_keys.py`` tests the graphs of the first calls, which this one does without."""
+    """The caches are packed from the start; ``test_computed_keys.py`` tests the graphs of the first calls."""
     step = growing_step(rotate_halves)
     run = compiled(step, LOSSLESS)
     expected: Sequence[Tensor] = caches(66)
@@ -190,7 +190,7 @@ def test_generated_code_of_growing_caches_applies_rope_to_packed_keys(fresh_comp
 @pytest.mark.parametrize("tokens", [1024, 8192, 32768])
 @torch.no_grad()
 def test_generated_code_of_a_gpu_computes_the_factors_of_every_channel(tokens: int, policy: str) -> None:
-    """Inductor chooses the size of a block by the number of tokens, and Triton 3.6 was wrong in some of them."""
+    """Inductor chooses a kernel's block size by the number of tokens. Triton 3.6 was wrong for some block sizes."""
 
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, *tables: Tensor) -> Tensor:
         keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)

@@ -46,7 +46,7 @@ def test_a_first_prompt_gives_the_results_of_the_plain_model(q_len: int) -> None
 
 @pytest.mark.parametrize("write", WRITES)
 @torch.no_grad()
-def test_every_form_of_write_tells_the_new_tokens(write: Write) -> None:
+def test_new_tokens_are_known_in_every_form_of_write(write: Write) -> None:
     model, plain = decoder(write), decoder(write)
     ids = torch.randint(0, 97, (2, 40))
     assert difference(compiled(model)(ids, 0), plain(ids, 0)) < 1e-5
@@ -125,7 +125,7 @@ class Growing(torch.nn.Module):
     ("window", "dynamic"), [(None, False), (90, False), (50, False), pytest.param(64, True, marks=pytest.mark.slow)]
 )
 @torch.no_grad()
-def test_growing_caches_tell_their_new_tokens(window: int | None, dynamic: bool) -> None:
+def test_new_tokens_of_growing_caches_are_known(window: int | None, dynamic: bool) -> None:
     """A window of 50 drops some of the new tokens, too."""
     step, plain, past, plain_past = compiled(Growing(window), dynamic=dynamic), Growing(window), None, None
     for n in (40, 60):
@@ -165,7 +165,7 @@ def test_a_prompt_into_an_empty_growing_cache_is_a_prompt(q_len: int, exact: boo
 
 
 @torch.no_grad()
-def test_keys_that_the_model_returns_as_they_came_stay_plain() -> None:
+def test_keys_that_the_model_returns_unchanged_stay_plain() -> None:
     def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         k, v = k.contiguous(), v.to(q)
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True), k, v

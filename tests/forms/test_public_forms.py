@@ -26,7 +26,7 @@ POLICIES = ["int8_per_token_head", "turboquant_4bit_nc"]
 
 Caches = dict[str, Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor, Caches, int], Tensor]
-"""Attention of new tokens from a first position on, queries [batch, n, num_heads, head_dim]; writes its caches."""
+"""Takes queries, keys and values [batch, n, heads, head_dim], caches and a first position; writes and attends."""
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
 
@@ -62,7 +62,7 @@ def check_layer(
             before = copy.deepcopy(caches)
             out = run(q, k, v, caches, start)
             expected = expected or {name: packed_copy(x, caches[name]) for name, x in before.items()}
-            if before:  # otherwise the layer has made its caches of rows in full precision
+            if before:  # a call that makes its caches reads its rows in full precision
                 torch.testing.assert_close(out, layer(q, k, v, expected, start), rtol=1e-3, atol=1e-3)
             else:
                 expected = copy.deepcopy(caches)
@@ -190,7 +190,7 @@ def falcon(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tenso
 
 
 def one_sequence(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
-    """[S, H, D]: a program for one sequence, the first here."""
+    """[S, H, D], as in a program for one sequence; here for the first sequence."""
     end = start + q.shape[1]
     caches["keys"][start:end], caches["values"][start:end] = k[0], v[0]
     keys, values = (caches[name][None, :end] for name in ("keys", "values"))

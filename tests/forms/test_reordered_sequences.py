@@ -1,7 +1,7 @@
 """Caches whose sequences a step reorders, as beam search does: packed bytes are copied, and nothing is quantized again.
 
-Compiled steps equal plain code in a lossless format. In other formats their bytes equal those that eager code on packed
-caches copies. Graphs run node by node.
+Compiled steps equal plain code in a lossless format. In other formats their bytes equal the bytes of eager code on
+packed caches. Graphs run node by node.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def dense(x: Tensor) -> Tensor:
 def check(form: Callable[..., Any], reorder: Reorder, policy: Any, given: Tensors, expected: Tensors) -> None:
     """Run a compiled step beside an eager one.
 
-    Caches that were passed to a step that returns new ones stay the same. A shorter cache that shares exact blocks with
+    A step that returns new caches leaves the passed caches unchanged. A shorter cache that shares exact blocks with
     a longer one may read them quantized (:mod:`kvcompile.packed.growing_buffer`).
     """
     step = step_of(form, reorder)

@@ -312,7 +312,7 @@ MASKS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "heads": ((BATCH, NUM_KV_HEADS), (ALL,)),
     "everything": ((0,), (ALL,)),
 }
-"""The sizes of a mask, and the dimensions of the stack before those that it chooses from."""
+"""For each mask its sizes, and the indices of the stack's dimensions before the mask."""
 
 
 @pytest.mark.usefixtures("without_code_generation")

@@ -46,14 +46,14 @@ class Fault:
         return function
 
     def replaced_by(self, function: Faulty) -> contextlib.AbstractContextManager[Any]:
-        """Inside the block, ``function`` is in the place of the function."""
+        """Inside the ``with`` block, ``function`` is in the place of the function."""
         if isinstance(self.owner, dict):
             return mock.patch.dict(self.owner, {self.name: function})
         held = vars(self.owner)[self.name]
         return mock.patch.object(self.owner, self.name, property(function) if isinstance(held, property) else function)
 
     def planted(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside the block, the project has this fault."""
+        """Inside the ``with`` block, the project has this fault."""
         return self.replaced_by(self.make(self.original))
 
 

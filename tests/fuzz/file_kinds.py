@@ -62,8 +62,8 @@ class Kind:
         error: the error of a file that is not valid.
         suffix: the end of the file's name.
         edit_tree: the content of a file whose JSON is changed, with digests that fit; None for text.
-        fault: the fault of a result, as text; empty without a fault. Takes whether digests fit the changed file.
-        most_lines: the most lines of a message.
+        fault: takes a result, and whether digests fit the changed file; returns the fault as text, or an empty text.
+        most_lines: the largest number of lines of a message.
     """
 
     write: Callable[[Path], Any]
@@ -147,7 +147,11 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _cache_fault(result: Any, signed: bool) -> str:
-    """A packed cache must be whole: dequantized, saved and loaded as it says. Without new digests it is the old one."""
+    """The fault of a cache that was read, as text; empty without a fault.
+
+    A packed tensor must be dequantized to its own shape and dtype. Unless digests are new, the content must be the old
+    content.
+    """
     for leaf in _leaves(result):
         if isinstance(leaf, PackedSubclass):
             plain = leaf.dequantize()

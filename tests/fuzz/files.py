@@ -91,7 +91,7 @@ tree_edits = st.lists(_tree_edit, min_size=1, max_size=3).map(tuple)
 
 
 class BadFile(AssertionError):
-    """A file that is neither read rightly nor refused in a line."""
+    """A file that is read wrongly, or whose error has several lines."""
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def _as_test(name: str, edits: Edits) -> str:
 
 @contextlib.contextmanager
 def _within(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the block if it takes longer; only in a main thread on systems with SIGALRM."""
+    """Raise RuntimeError in a ``with`` block that takes longer; only in a main thread on systems with SIGALRM."""
 
     def stop(*_: Any) -> None:
         raise RuntimeError(f"reading takes more than {seconds} s")

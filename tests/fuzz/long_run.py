@@ -61,7 +61,7 @@ class LongRun:
             try:
                 self._with_processes(end, processes, initializer, numbers)
             except BrokenProcessPool:
-                continue  # the seeds of the processes are noted; new processes go on
+                continue  # its seeds have been counted; new processes continue
 
     def _with_processes(
         self, end: float, processes: int, initializer: Callable[[], None], numbers: itertools.count[int]

@@ -125,7 +125,7 @@ def _cases_of(number: int) -> list[tuple[Program, frozenset[Event]]]:
 
 
 def in_order(title: str, cases: list[Case]) -> list[Case]:
-    """The programs that call the function of a fault: its probe, then those with the rarest outcomes of these calls.
+    """The programs that call the function of a fault: its probe, then programs with rare outcomes of these calls.
 
     A check that is dropped matters only where the check raises, which it does in few programs.
     """

@@ -93,7 +93,7 @@ class Layer:
         key, value: the writes.
         value_first: whether values are written before keys.
         attention: how its queries attend.
-        twist: a key of ``twists.TWISTS``: something that a proof must see. ``none`` for none.
+        twist: a key of ``twists.TWISTS``: something that a proof must see. ``none`` for no twist.
         reorder: how it reorders sequences; None for no reorder.
     """
 
@@ -174,7 +174,7 @@ class Program:
         """Whether kvcompile should pack all its caches: nothing in it hinders a proof.
 
         Packed keys cannot serve as values, so steps after a ``swap`` are refused. Masked writes and reorders are packed
-        in most forms, but not in all; ``tests/forms`` has those that must be.
+        in most forms, but not in all; ``tests/forms`` has the forms that must be packed.
         """
         swaps = any(step.before == "swap" for step in self.steps)
         plain = all(layer.reorder is None and layer.key.mask == layer.value.mask == "all" for layer in self.layers)

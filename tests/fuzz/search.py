@@ -126,7 +126,7 @@ def search(
     Args:
         programs: the strategy.
         number: the seed.
-        count: how many programs are drawn; those that they run ``again`` come on top.
+        count: the number of drawn programs, without the programs that they run ``again``.
         shrinks: whether a failing program is made smaller.
         stops: whether a failing program ends the search.
         on_result: called after each program.

@@ -11,7 +11,7 @@ from fuzz.oracle import check
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def test_a_growing_cache_and_a_window_that_drops_tokens_keep_apart() -> None:
+def test_a_growing_cache_and_a_window_that_drops_tokens_are_told_apart() -> None:
     def step(q, k, v, k0, v0, k1, v1):
         k0, v0 = torch.cat([k0, k], 2), torch.cat([v0, v], 2)
         out = F.scaled_dot_product_attention(q, k0, v0)

@@ -42,7 +42,7 @@ def test_counts_are_added_up_in_files(tmp_path: Path) -> None:
 def test_seeds_run_until_the_end_and_a_process_that_dies_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
-    if method == "fork":  # imports nothing; the pool replaces no forks by others
+    if method == "fork":  # forks import nothing, and their pool replaces none of them
         context = multiprocessing.get_context("fork")
         monkeypatch.setattr(long_run.multiprocessing, "get_context", lambda name: context)
         monkeypatch.setattr(long_run, "_SEEDS_OF_A_PROCESS", None)

@@ -57,7 +57,7 @@ UNSEEN = (
     "new tokens keep their own dtype",
     "packed caches are read in any order and width",
 )
-"""The faults of probes that docs/verify.md lists under what the check cannot see."""
+"""The faults of probes that the check cannot see, as docs/verify.md lists them."""
 
 FAILING = (
     "written sizes that only data determine count as known",
@@ -84,7 +84,7 @@ def test_the_fault_of_a_probe_is_refused_too(probe: Probe) -> None:
 
 
 def test_programs_without_a_fault_stay_packed() -> None:
-    """A sample of the corner programs; all of them run so in the slow tests."""
+    """This is a sample of the corner programs. The slow test runs all of them."""
     _check(corner_programs()[::45])
 
 

@@ -302,7 +302,7 @@ def _pages_as_slots(to: Target) -> list[str]:
 PAGE_WRITES = {"assignment": _pages_assignment, "as_slots": _pages_as_slots}
 
 READ_ONLY_WRITES = {"none": lambda to: [], "index_copy_": _index_copy}
-"""A step may only read its keys and its values, or one of both."""
+"""A step may write its keys, its values, both or neither."""
 
 FORMS = {
     STATIC: WRITES,

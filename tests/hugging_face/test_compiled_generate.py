@@ -94,7 +94,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 SLOW_VARIANTS = ("sampled beams", "a static cache", "a prompt of one token")
-"""Each is like two others: it samples or has beams, has a static cache, or a short prompt."""
+"""Other variants cover these: they sample, have beams, have a static cache, or feed one token."""
 
 
 @pytest.mark.sampled(2)
@@ -329,7 +329,7 @@ def test_embeddings_of_the_whole_conversation_need_no_additional_room() -> None:
     assert cache.layers[0].keys.shape[2] == 64
 
 
-def test_a_cache_that_is_long_enough_is_not_extended_and_one_without_its_past_in_the_prompt_is() -> None:
+def test_only_a_cache_that_is_too_short_is_extended_also_if_the_prompt_lacks_its_tokens() -> None:
     model, plain = compiled_llama(), attention_llama(num_layers=1)
     prompt = torch.randint(3, 97, (1, 70), generator=torch.Generator().manual_seed(1))
     cache = kvcompile.static_cache(plain, 1, 90, LOSSLESS)
@@ -454,7 +454,7 @@ def test_layers_with_sliding_windows_are_made_by_transformers(made: list[Any]) -
 def test_windows_that_were_cut_to_a_short_cache_grow_with_the_conversation(
     prompt_tokens: int, new_tokens: int, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The window of the model is 16 tokens; a first request of fewer makes a cache whose window is cut to them."""
+    """The window of the model is 16 tokens. A shorter first request makes a cache with a window as short as itself."""
     monkeypatch.setattr("kvcompile.caches.requests.room_for", lambda num_tokens, room=0: num_tokens)
     model, plain = kvcompile.compile(windowed(), policy=LOSSLESS), windowed()
     ids = torch.randint(3, 97, (1, prompt_tokens), generator=torch.Generator().manual_seed(1))

@@ -62,7 +62,7 @@ every_format = pytest.mark.parametrize("name", BY_TOKEN_AT_16)
 
 
 @every_format
-def test_dynamic_layer(name):
+def test_a_packed_dynamic_layer_equals_a_plain_one(name):
     twins = Twins(cache_utils.DynamicLayer, name, tokens=60)
     twins.update(1, 2, 1, 64)
     twins.both("crop", -5)
@@ -78,7 +78,7 @@ def test_dynamic_layer(name):
 
 
 @every_format
-def test_dynamic_sliding_window_layer(name):
+def test_a_packed_dynamic_sliding_window_layer_equals_a_plain_one(name):
     twins = Twins(lambda: cache_utils.DynamicSlidingWindowLayer(20), name, tokens=5)
     twins.update(*[1] * 20, 60, 1)
     for layer in (twins.packed, twins.plain):
@@ -89,7 +89,7 @@ def test_dynamic_sliding_window_layer(name):
 
 
 @every_format
-def test_static_layer(name):
+def test_a_packed_static_layer_equals_a_plain_one(name):
     twins = Twins(lambda: cache_utils.StaticLayer(70), name, tokens=5)
     twins.update(58, 1, 1, 3)
     twins.both("reorder_cache", torch.tensor([1, 1]))
@@ -98,7 +98,7 @@ def test_static_layer(name):
 
 
 @every_format
-def test_static_sliding_window_layer(name):
+def test_a_packed_static_sliding_window_layer_equals_a_plain_one(name):
     twins = Twins(lambda: cache_utils.StaticSlidingWindowLayer(70, sliding_window=20), name, tokens=5)
     twins.update(14, 1, 1, 1, 7, 1, 30, 1)
     twins.both("reset")

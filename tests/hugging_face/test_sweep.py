@@ -77,7 +77,7 @@ def test_the_library_says_which_types_there_are_and_most_get_a_small_model_by_on
         architecture_of("vibevoice_asr")
 
 
-def test_a_type_without_a_small_model_is_listed_with_the_others_apart() -> None:
+def test_types_without_a_small_model_or_without_a_cache_are_listed_apart() -> None:
     cases = {
         "llama": [
             CaseResult("llama", "sdpa", cache, cached=2, full=2, packed=2, packed_full=2, rewritten=2)

@@ -84,8 +84,8 @@ if INTERPRETED:
 
     interpreter._patch_lang = _patch_lang_where_it_is_not
 
-    # In the interpreter of Triton 3.9, a condition on a scalar and one on a tensor make integers of 0 and 1, which it
-    # then refuses as a mask. Compiled kernels get a mask there.
+    # In the interpreter of Triton 3.9, the conjunction of a condition on a scalar and a condition on a tensor is an
+    # integer, 0 or 1, which loads and stores refuse as a mask. In compiled kernels it is a mask.
     _load, _store = (
         interpreter.InterpreterBuilder.create_masked_load,
         interpreter.InterpreterBuilder.create_masked_store,

@@ -409,7 +409,7 @@ def test_on_hopper_warpgroups_multiply_latents(mask, attending):
     assert kernel.metadata.num_warps == 12
     assert kernel.metadata.shared <= 227 * 1024
     loop = main_loop(kernel)
-    assert count(loop, "HGMMA") == 512 // 16 + 2 * 64 // 16  # weighs one tile, accumulates two
+    assert count(loop, "HGMMA") == 512 // 16 + 2 * 64 // 16  # scores of one tile, outputs of two
     if mask is None:
         assert count(loop, "LDL") + count(loop, "STL") < len(loop) // 50
 

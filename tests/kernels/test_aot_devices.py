@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 
 
 def sampled() -> list[Case]:
-    """For each GPU and head_dim a case of each call, with another format each; and the cases without a format."""
+    """One case of each call for each GPU and head_dim, with changing formats; and all cases without a format."""
     cases, found = all_cases(), []
     for turn, (gpu, head_dim) in enumerate((gpu, head_dim) for gpu in GPUS for head_dim in HEAD_DIMS):
         for place, call in enumerate(OF_FORMATS):

@@ -185,7 +185,7 @@ def test_scores_far_below_zero_get_the_weights_of_the_specification(mask_value, 
 
 @pytest.mark.parametrize("value", ["int8_per_token_head", "fp8_e4m3_unit", "bfloat16"])
 def test_splits_whose_scores_are_all_far_below_zero_are_merged_by_their_sums(value, device, monkeypatch):
-    """The last split has 5 tokens, the others many. -1e9 leaves no digits for the difference."""
+    """The last split has 5 tokens, the others have more. Beside -1e9, all log-sums round to the same number."""
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
     case = Case(device, "int8_per_token_head", value, spread=0.01, kv_len=325)
     mask = torch.full((1, 1, 1, case.kv_len), -1e9)
@@ -236,7 +236,7 @@ def test_queries_and_data_may_have_any_strides(device):
 
 @pytest.mark.parametrize("value", [INT8, "turboquant_4bit", "int4_unrotated[recent=2,sinks=1,bfloat16]"])
 def test_keys_may_be_the_blocks_of_a_plain_tensor(value, device):
-    """The blocks of a head follow each other, and not the heads of a block."""
+    """In a plain tensor the blocks of one head are neighbours; in packed data the heads of one block are."""
     case = Case(device, "bfloat16", value, batch=2, num_kv_heads=2, kv_len=192)
     layout = case.layouts[0]
     case.data[0] = float_blocks(layout, read_tokens(case.data[0], layout, case.kv_len).bfloat16())
@@ -473,7 +473,7 @@ def test_exact_tokens_and_float32_queries_are_dequantized_on_blackwell():
     assert attention_config(10, HOPPER, *both, 4, False, True) is None
 
 
-def test_splits_fill_one_wave_and_none_is_without_a_tile():
+def test_splits_fill_one_wave_and_each_has_a_tile():
     key, value = (packed_operand(INT8, role, 128, False, 0) for role in ("key", "value"))
     config = attention_config(9, HOPPER, key, value, 4, False, False)
     for programs in (1, 8, 64, 1000):

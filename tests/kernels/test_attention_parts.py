@@ -66,7 +66,7 @@ def test_a_part_has_the_output_and_log_sum_of_the_specification(device, case, ho
 
 @jit
 def take_turns_kernel(taken_ptr, num_splits, num_tiles, ITEMS: tl.constexpr):
-    """Count who takes each tile: taken[split, tile] += 1. Grid (num_splits,)."""
+    """Count how often each split takes each tile: taken[split, tile] += 1. Grid (num_splits,)."""
     split = tl.program_id(0)
     turns = own_turns(split, num_splits, num_tiles, ITEMS)
     for i in range(turns[0]):

@@ -46,7 +46,7 @@ def test_planes_of_words_invert_pack(bits, head_dim):
 
 
 @pytest.mark.parametrize("bits", COEFFICIENTS)
-def test_centroids_are_close_to_the_best(bits):
+def test_centroids_are_close_to_lloyd_max(bits):
     fmt = get_format(f"transform_{bits}000")
     x = torch.special.ndtri((torch.arange(100000, dtype=torch.float64) + 0.5) / 100000).float()[:, None]
     levels = fmt.levels(torch.arange(1 << bits, dtype=torch.uint8))
@@ -54,7 +54,7 @@ def test_centroids_are_close_to_the_best(bits):
 
 
 @pytest.mark.parametrize("bits", COEFFICIENTS)
-def test_three_scales_lose_little_to_the_best_of_all(bits):
+def test_the_best_of_three_scales_is_close_to_the_best_of_all_scales(bits):
     fmt = get_format(f"transform_{bits}000")
     x = vectors(1000, 32) * torch.logspace(-1.5, 1.5, 1000)[:, None]
     codes, scale, _ = fmt.quantize(x)
@@ -77,7 +77,7 @@ def test_bytes_per_token_count_the_sections(name, head_dim):
 
 
 @every_format
-def test_the_mean_is_free(name):
+def test_a_mean_costs_no_precision(name):
     fmt = based(name, num_heads=2, head_dim=64)
     mean = bases.find(fmt.basis).mean[:, None]
     x = vectors(3, 2, 10, 64)
@@ -155,7 +155,7 @@ def test_writing_tokens_gives_the_bytes_of_packing_them(name):
     assert torch.equal(read_tokens(written, layout, 128), read_tokens(packed, layout, 128))
 
 
-def test_heads_of_a_format_decode_as_in_the_whole():
+def test_some_heads_of_a_format_decode_as_in_the_whole_format():
     fmt = based("transform_5310", num_heads=4, head_dim=64)
     x = vectors(1, 4, 5, 64)
     part = get_format(of_heads(of_heads(fmt.name, 1, 3), 1, 2))

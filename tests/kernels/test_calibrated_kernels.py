@@ -145,7 +145,7 @@ def test_attention_without_a_kernel_is_refused(device):
 
 
 def test_attention_that_may_see_unwritten_tokens_is_refused():
-    """Kernels take a token that was never written for the mean, and the specification takes it for zeros."""
+    """Kernels decode a token that was never written as the mean, and the specification decodes it as zeros."""
     key, value = (
         PackedLayout(based("transform_4321", num_heads=2, head_dim=64).name, role, 64) for role in ("key", "value")
     )

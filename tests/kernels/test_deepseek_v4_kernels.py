@@ -244,7 +244,7 @@ def test_offsets_beyond_two_gigabytes_are_right(device):
     assert_same_bfloat16(out[0, -2:, :448].cpu(), spec.dequantize(*spec.quantize(k[:, :448])).flip(0))
 
 
-def test_doing_nothing_is_allowed(device):
+def test_no_tokens_and_no_requests_are_allowed(device):
     k_cache = random_cache(2, 4).to(device)
     before = k_cache.clone()
     kernels.quantize_and_insert_k_cache(random_tokens(3).to(device), k_cache, torch.tensor([-1, -7], device=device), 4)

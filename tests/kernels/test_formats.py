@@ -43,7 +43,7 @@ TRACED = ["int8_per_token_head", "turboquant_2.5bit", "int4_per_channel"]
 
 
 def every_kind(names):
-    """Every kind of format; those that are not among ``names`` are slow."""
+    """Every kind of format; kinds that are not among ``names`` are slow."""
     params = [pytest.param(get_format(name), marks=() if name in names else pytest.mark.slow) for name in KINDS]
     return pytest.mark.parametrize("fmt", params, ids=KINDS)
 
@@ -483,7 +483,7 @@ def test_turboquant_encodes_to_the_centroid_nearest_to_a_number_of_fp16(name):
 
 
 @pytest.mark.parametrize("bits", LLOYD_MAX)
-def test_the_distortion_of_a_turboquant_codebook_equals_that_of_lloyd_max(bits):
+def test_the_distortion_of_a_turboquant_codebook_equals_the_distortion_of_lloyd_max(bits):
     centroids = torch.tensor(sorted(codebook(bits)), dtype=torch.float64) * STEP
     x = torch.linspace(-8, 8, 200_001, dtype=torch.float64)
     density = torch.exp(-x * x / 2) / (2 * torch.pi) ** 0.5

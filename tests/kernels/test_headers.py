@@ -59,7 +59,7 @@ def test_every_head_ends_with_its_last_token_that_is_not_zero(residual, device):
 
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("num_written", [[0], [65], [64, 300], [0, 129]], ids=str)
-def test_a_known_number_of_written_tokens_counts_more_than_what_lies_behind_them(num_written, residual, device):
+def test_values_behind_a_known_number_of_written_tokens_do_not_count(num_written, residual, device):
     x = torch.randn(BATCH, HEADS, 300, HEAD_DIM)
     x[:, :, 250:] = 0.0
     count = torch.tensor(num_written)

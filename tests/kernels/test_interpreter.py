@@ -13,13 +13,13 @@ from kernel_tests import INTERPRETED_TOGETHER
 pytest.importorskip("triton")
 
 ALL = tuple(name for files in INTERPRETED_TOGETHER for name in files)
-"""One process runs a fortieth of the cases of all files, because importing takes as long as many of them."""
+"""One process runs a fortieth of the cases of all files, because its imports take as long as many cases."""
 
 PARTS, DEFAULT = 40, 30
 """The part that runs by default has cases of every kernel."""
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is what this test starts")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this test starts such a process")
 @pytest.mark.parametrize(
     ("files", "marks", "part"),
     [

@@ -90,7 +90,7 @@ def test_calibrated_keys_are_dequantized(key, device):
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow)])
-def test_keys_of_a_rotated_format_are_turned_back(head_dim, device):
+def test_keys_of_a_rotated_format_are_rotated_back(head_dim, device):
     residual = "[recent=1,sinks=1,bfloat16]"
     case = CaseWithFactors(
         device, "turboquant_4bit" + residual, "turboquant_3bit" + residual, head_dim=head_dim, v_head_dim=head_dim,

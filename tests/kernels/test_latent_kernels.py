@@ -24,7 +24,7 @@ from kvcompile.kernels.spec.packing import write_tokens_
 
 LATENTS = PackedLayout("fp8_ds_mla", "key", 512)
 
-# NumPy warns where the interpreter multiplies what is not finite.
+# NumPy warns when the interpreter multiplies numbers that are not finite.
 pytestmark = [
     pytest.mark.usefixtures("poisoned_outputs"),
     pytest.mark.filterwarnings("ignore:.* encountered in multiply:RuntimeWarning"),
@@ -114,7 +114,7 @@ def test_masks_of_latents_agree_with_the_specification(mask, device):
 
 @BOTH_KERNELS
 def test_splits_of_latents_whose_scores_are_all_far_below_zero_are_merged_by_their_sums(device, monkeypatch):
-    """The last split has 5 tokens, the others 64. -1e9 leaves no digits for the difference."""
+    """The last split has 5 tokens, the others have 64. Beside -1e9, all log-sums round to the same number."""
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
     case = Case(device, kv_len=325, scale=1e-4)
     case.check(torch.full((1, 1, 1, case.kv_len), -1e9))

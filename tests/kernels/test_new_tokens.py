@@ -19,13 +19,13 @@ from kvcompile.kernels.spec.attention import attend
 from kvcompile.kernels.spec.new_tokens import NewTokens
 
 NEW = 20
-"""More than a few tokens."""
+"""More new tokens than the few that are read packed."""
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 
 
 class PromptCase(Case):
-    """A case whose cache also gets new tokens. They differ from the stored ones, so that reading these is noticed."""
+    """A case whose cache also gets new tokens. They differ from the stored tokens, so a wrong read shows."""
 
     def with_new(self, slots, num_new=NEW, dtype=torch.bfloat16):
         generator = torch.Generator().manual_seed(1)

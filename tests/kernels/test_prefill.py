@@ -88,7 +88,7 @@ def test_the_number_of_splits_does_not_matter(num_sms, is_causal, device, monkey
 
 
 def test_splits_whose_scores_are_all_far_below_zero_are_merged_by_their_sums(device, monkeypatch):
-    """The last split has 5 tokens, the others 64. -1e9 leaves no digits for the difference."""
+    """The last split has 5 tokens, the others have 64. Beside -1e9, all log-sums round to the same number."""
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
     PrefillCase(device, INT8, INT8, q_len=3, kv_len=325, spread=0.01).check(torch.full((1, 1, 3, 325), -1e9))
 

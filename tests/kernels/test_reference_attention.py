@@ -203,7 +203,7 @@ def test_bytes_beyond_kv_len_have_no_influence(pair, sizes):
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": torch.ones(4)}, {"is_causal": True}])
 @pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 1, 130), (0, 40, 130), (2, 0, 130), (2, 1, 0), (2, 40, 0)])
-def test_nothing_to_compute_is_computed_as_nothing(batch, q_len, kv_len, options):
+def test_empty_inputs_give_empty_outputs_or_zeros(batch, q_len, kv_len, options):
     out = Case(batch=batch, q_len=q_len, kv_len=kv_len).attend(**options)
     assert torch.equal(out, torch.zeros(batch, 4, q_len, 64))
 

@@ -152,7 +152,7 @@ def counts(report: kvcompile.Report) -> dict[str, Any]:
 
 @contextmanager
 def prepared(way: Way) -> Iterator[None]:
-    """Inside the block, tests run in this way, and graphs run node by node."""
+    """Inside the ``with`` block, tests run in this way, and graphs run node by node."""
     with ExitStack() as patches:
         recompilations = logging.getLogger("torch._dynamo.guards.__recompiles_verbose")
         recompilations.addFilter(no_packing := ReportsNoPacking())

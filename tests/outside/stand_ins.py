@@ -14,7 +14,7 @@ from unittest import mock
 
 @contextlib.contextmanager
 def stand_ins(*packages: str) -> Iterator[None]:
-    """Inside the block, importing one of the ``packages`` gives a stand-in if it is not installed."""
+    """Inside the ``with`` block, importing one of the ``packages`` gives a stand-in if it is not installed."""
     missing = {name for name in packages if importlib.util.find_spec(name) is None}
 
     class Finder:

@@ -242,7 +242,7 @@ def test_an_object_that_cannot_be_saved_is_named_and_the_file_is_unchanged(file:
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_values_are_those_that_were_written(file: Path) -> None:
+def test_a_loaded_cache_has_the_saved_values_and_can_be_written(file: Path) -> None:
     x, layout = values(2, 3, 70, HEAD_DIM), PackedLayout("int8_per_token_head", "key", HEAD_DIM)
     loaded = saved_and_loaded(PackedTensor.from_dense(x, layout), file)
     assert torch.equal(loaded.dequantize(), quantized(x, layout))

@@ -133,7 +133,7 @@ MASKS: dict[str, Callable[[str], Tensor]] = {
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("repeated", [False, True], ids=["grouped", "repeated"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, repeated, inference, device, request):
+def test_every_mask_is_applied_to_packed_bytes(mask, repeated, inference, device, request):
     given = MASKS[mask](device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @on_devices
 @pytest.mark.parametrize("spec", ["int8_per_token_head", RESIDUAL.format("float32")])
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_and_copies(view, spec, device, request):
+def test_views_and_copies_of_caches_are_read_as_bytes(view, spec, device, request):
     mask = torch.randn(3, LENGTH + 40, device=device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def test_views_and_copies(view, spec, device, request):
 
 @on_devices
 @pytest.mark.parametrize("axes", ["bthd", "tbhd", "hbtd"])
-def test_caches_in_another_order_of_axes(axes, device, request):
+def test_caches_in_any_order_of_axes_are_read_as_bytes(axes, device, request):
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 

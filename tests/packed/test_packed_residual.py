@@ -145,7 +145,7 @@ def test_a_new_cache_is_zero_and_as_large_as_its_layout_says():
     assert cache_nbytes(cache) == 2 * 3 * blocks * INT4.block_bytes
 
 
-def test_a_layout_that_cannot_be_is_refused_with_the_reason():
+def test_an_impossible_layout_is_refused_with_the_reason():
     for layout, reason in (
         (PackedLayout("int4_per_channel", "key", HEAD_DIM), "at least one block of recent tokens"),
         (

@@ -45,10 +45,10 @@ def shares(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> bool:
 
 
 @pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
-def test_these_share_memory(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+def test_these_tensors_share_memory(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
     assert shares(make)
 
 
 @pytest.mark.parametrize("make", SEPARATE.values(), ids=SEPARATE)
-def test_these_share_no_memory(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+def test_these_tensors_share_no_memory(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
     assert not shares(make)

@@ -234,7 +234,7 @@ WITHOUT_A_MAP: dict[str, View] = {
 
 
 @pytest.mark.parametrize("view", WITHOUT_A_MAP.values(), ids=WITHOUT_A_MAP)
-def test_these_views_have_none(view: View) -> None:
+def test_these_views_have_no_map(view: View) -> None:
     assert map_of(traced(view, counted(SHAPE)).graph) is None
 
 

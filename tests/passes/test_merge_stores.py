@@ -52,7 +52,7 @@ def inputs(stores: Stores, v_tokens: int = 1) -> tuple[Node, ...]:
     return tuple(stores.input(name, *size) for name, size in sizes.items())
 
 
-def test_they_are_merged_whichever_comes_first_and_later_stores_follow() -> None:
+def test_stores_are_merged_whichever_comes_first_and_later_stores_follow() -> None:
     stores = Stores()
     k_data, v_data, key, value, positions = inputs(stores)
     v_state = stores.store(v_data, value, positions, "value")

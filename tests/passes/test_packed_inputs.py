@@ -1,4 +1,4 @@
-"""Graphs read caches that they do not write, and packed tensors that are no caches, packed or by their values."""
+"""Caches that a graph only reads, and packed tensors that are not caches: read packed, or as dequantized values."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ def test_a_cache_that_has_a_name_behind_a_graph_break_keeps_it() -> None:
         ("L['___stack0'][0]", None),
     ],
 )
-def test_sources_in_words(source: str, words: str | None) -> None:
+def test_sources_of_inputs_are_named_as_in_the_code_of_the_user(source: str, words: str | None) -> None:
     assert in_words(source) == words
 
 

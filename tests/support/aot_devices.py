@@ -1,4 +1,4 @@
-"""Compile every kernel for GPUs that do not exist, and read what it takes of a multiprocessor.
+"""Compile every kernel for GPUs that do not exist, and read the resources that it takes.
 
     python tests/support/aot_devices.py ROWS [--gpus 89 gfx942] [--part 1/10]
 

@@ -18,10 +18,10 @@ def make_compilation_cheaper() -> None:
     """Skip work of a compilation that no test checks; compiled code stays the same.
 
     Compilation makes many objects and little garbage, so the collector runs less often, and not after each graph.
-    Dynamo measures the time of a graph's guards only for its log, after it has flushed the processor's caches, and
-    writes the whole stack of each change of an object into its log. PyTorch
-    writes out each graph as soon as its trace logger has a handler, and pytest adds one to every logger that does not
-    propagate: this logger propagates, to no parent.
+    Dynamo flushes the processor's caches to measure the time of a graph's guards, which only its log shows. It also
+    writes the whole stack of each change of an object into its log. PyTorch writes out each graph as soon as its trace
+    logger has a handler, and pytest adds a handler to every logger that does not propagate. The trace logger therefore
+    propagates here, and has no parent.
     """
     gc.set_threshold(100_000, 20, 20)
     torch._dynamo.config.run_gc_after_compile = False
@@ -40,8 +40,8 @@ def make_code_generation_cheaper() -> None:
 
     Kernels have no vector instructions, so that a kernel compiles in half of the time; ``slow`` tests and the fixture
     ``vector_instructions`` have them. Code has no numbers of lines for a debugger, which take a third of the time of a
-    package. Inductor prepares its table of operators and dtypes anew for each line of a kernel, and reads an
-    environment variable for each attempt to match a pattern, of which a graph takes some thousand.
+    package. By default Inductor prepares its table of operators and dtypes anew for each line of a kernel. It also
+    reads an environment variable for each attempt to match a pattern, some thousand times for a graph.
     """
     from torch._inductor import config, cpp_builder, cpu_vec_isa, pattern_matcher
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
@@ -70,7 +70,7 @@ def make_code_generation_cheaper() -> None:
 
 
 def _check_vector_instructions_only_to_use_them(config: Any, cpu_vec_isa: Any) -> None:
-    """Inductor compiles and loads six programs to know vector instructions, even where kernels have none."""
+    """Inductor looks for vector instructions, by compiling and loading six programs, only if kernels have them."""
     list_all = cpu_vec_isa.valid_vec_isa_list
     if hasattr(list_all, "known"):
         return
@@ -88,7 +88,7 @@ def _compile_kernels_together() -> None:
     """The C++ kernels of a graph become one program, which is compiled once all kernels are known.
 
     A kernel takes a tenth of a second to compile. Its program takes four more, to read the headers and to be linked. A
-    release of PyTorch without these private names compiles each kernel as it does.
+    release of PyTorch without these private names still compiles each kernel separately.
     """
     from torch._inductor import async_compile, codecache
 
@@ -177,7 +177,7 @@ def _make_settings_cheaper() -> None:
     def is_plain(setting: Any) -> bool:
         simple = isinstance(setting.default, (bool, int, float, str, type(None))) and setting.justknob is None
         sources = (setting.env_value_force, setting.env_value_default)
-        kept = isinstance(setting.user_override, ContextVar)  # other releases read as they do
+        kept = isinstance(setting.user_override, ContextVar)  # other releases read in their own way
         return (
             simple and kept and all(value is unset for value in sources) and not (setting.alias or setting.deprecated)
         )

@@ -41,7 +41,7 @@ def is_faulty() -> bool:
 
 @contextmanager
 def failing(name: str) -> Iterator[None]:
-    """A function of the backend fails in the block."""
+    """A function of the backend fails inside the ``with`` block."""
     with patch.object(backend, name, fail):
         yield
 

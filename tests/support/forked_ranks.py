@@ -74,7 +74,7 @@ def run_ranks(call: Call) -> None:
 
 @functools.cache
 def compile_once() -> None:
-    """Compile a step, so that the forks find what the first compilation of a process imports and prepares."""
+    """Compile a step once, so that the forks share the imports and preparations of a first compilation."""
     import kvcompile
 
     with running_node_by_node(operators=True), torch.no_grad():

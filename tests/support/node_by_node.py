@@ -19,14 +19,14 @@ def interpret(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
 
 
 def rewriting_to_operators() -> contextlib.AbstractContextManager[Any]:
-    """Inside the block a rewritten graph has the operators of ``kvcompile::`` on any device, as on a GPU."""
+    """Inside the ``with`` block, a rewritten graph has the operators of ``kvcompile::`` on any device, as on a GPU."""
     from kvcompile.passes.rewrite import insert  # not above: some tests look at a fresh import
 
     return mock.patch.object(insert, "_uses_kernels", return_value=True)
 
 
 def attending_with_an_operator() -> contextlib.AbstractContextManager[Any]:
-    """Inside the block a rewritten graph has attention as an operator on any device, and stores as their plain PyTorch.
+    """Inside the ``with`` block, attention is an operator in rewritten graphs, and stores are their plain PyTorch.
 
     For generated code whose stores are the point: attention is the larger part of what Inductor would compile.
     """
@@ -43,7 +43,7 @@ def attending_with_an_operator() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def running_node_by_node(operators: bool = False) -> Iterator[None]:
-    """Inside the block, the backend compiles no graph to code; graphs that were compiled inside run so afterwards.
+    """Graphs that are compiled inside the ``with`` block run node by node, also afterwards; no code is generated.
 
     Args:
         operators: whether a rewritten graph has the operators of ``kvcompile::`` on any device, as on a GPU. Otherwise

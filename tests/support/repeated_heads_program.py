@@ -1,4 +1,4 @@
-"""One rank of tests/call/test_repeated_heads_on_ranks.py: more ranks than KV heads, so every rank has the same ones.
+"""One rank of tests/call/test_repeated_heads_on_ranks.py: more ranks than KV heads, so all have the same KV heads.
 
 ``forked_ranks.py`` runs ``repeated_heads_program.py OUTPUT.pt``; rank 0 writes the results of all ranks.
 """

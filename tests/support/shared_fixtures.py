@@ -76,7 +76,7 @@ They are the default of a test that is not slow (``make_code_generation_cheaper`
 
 
 def with_vectors() -> contextlib.AbstractContextManager[None]:
-    """Inside the block Inductor writes kernels with the vector instructions of the CPU, as for users."""
+    """Inside the ``with`` block, Inductor writes kernels with the vector instructions of the CPU, as for users."""
     return torch._inductor.config.patch({"cpp.simdlen": None})
 
 
@@ -87,7 +87,7 @@ def vector_instructions() -> Iterator[None]:
 
 
 def without_kernels_of_inductor() -> contextlib.AbstractContextManager[None]:
-    """Inside the block generated code calls the operators of PyTorch, and the C++ compiler has nothing to do.
+    """Inside the ``with`` block, generated code calls the operators of PyTorch, and the C++ compiler has nothing to do.
 
     For promises about the code around kernels: its arguments, its stored form, and how often it is generated.
     """

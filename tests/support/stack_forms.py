@@ -255,7 +255,7 @@ save_and_load = pytest.mark.parametrize(("save", "load"), SAVE_AND_LOAD.values()
 def check_is_saved_and_loaded(
     stack: PackedStack, expected: Tensor, save: Callable[..., None], load: Callable[..., Any], path: Path
 ) -> None:
-    """Assert that two names of a stack are one stack of the same kinds of parts and values in a file."""
+    """Assert that a stack that is saved under two names loads as one stack with equal parts and values."""
     save({"cache": stack, "again": stack}, path)
     loaded = load(path)
     assert loaded["cache"] is loaded["again"]

@@ -30,7 +30,7 @@ def run(model: Any) -> dict[str, Any]:
 
     Returns:
         ``logits`` [1, tokens, vocab_size]; ``cache`` the keys and values of the first layer, dequantized; ``sites`` the
-        refusals of all attention sites, None for those that were rewritten.
+        refusals of all attention sites, None for a rewritten site.
     """
     # Static sizes, because DTensor's cache of shardings cannot hash a symbolic size.
     options = {"policy": "int8_per_token_head"}

@@ -83,7 +83,7 @@ def test_bytes_of_a_token_in_bf16_are_those_of_arxiv_2505_09343(config: dict[str
         (DEEPSEEK_V3, 671_026_404_352),
     ],
 )
-def test_parameters_of_public_models(config: dict[str, Any], parameters: int, tmp_path: Path) -> None:
+def test_parameters_of_public_models_are_counted(config: dict[str, Any], parameters: int, tmp_path: Path) -> None:
     fields = read_config(write_config(tmp_path, config))
     assert count_parameters(fields, read_model_caches(fields)).count() == parameters
 
@@ -367,7 +367,7 @@ def test_bandwidth_is_a_rate_or_the_name_of_a_device() -> None:
         ("100B", 100),
     ],
 )
-def test_sizes(text: str, nbytes: int) -> None:
+def test_sizes_are_read_in_decimal_and_binary_units(text: str, nbytes: int) -> None:
     assert parse_size(text, "--memory") == nbytes
 
 

@@ -130,7 +130,7 @@ def test_layer_types_win_over_older_fields() -> None:
     assert [cache.limit for cache in model.caches] == [None, 4096] * 16
 
 
-def test_layers_that_share_a_cache_have_it_once() -> None:
+def test_a_cache_that_layers_share_counts_once() -> None:
     assert len(model_of(LLAMA_3_1_8B, num_kv_shared_layers=12).caches) == 20
 
 

@@ -188,7 +188,7 @@ def test_the_stand_in_keeps_exact_blocks() -> None:
     assert without_loss(layout, torch.float16) == PackedLayout("float16", "key", 64, layout.residual)
 
 
-def test_verify_reports_on_copies() -> None:
+def test_verify_leaves_the_arguments_unchanged() -> None:
     args = inputs()
     before = [arg.clone() for arg in args]
     report = kvcompile.verify(step, *args, policy="int8_per_token_head")
