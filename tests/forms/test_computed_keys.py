@@ -52,7 +52,7 @@ def rotate_neighbours(x: Tensor, pos: Tensor) -> Tensor:
 
 
 def rotate_stacked(x: Tensor, pos: Tensor) -> Tensor:
-    """Attention reads the stack of the channels after RoPE: no sum follows it."""
+    """This RoPE ends with a stack of channels, not with a sum."""
     cos, sin = (of(angles(pos, x.shape[-1])) for of in (torch.cos, torch.sin))
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)

@@ -146,7 +146,7 @@ def test_caches_of_three_dimensions_may_be_new_and_read_in_part() -> None:
     assert [cache.shape for cache in caches] == [x.shape for x in plain]
 
 
-def test_rows_of_a_single_token_do_not_tell_the_dimension_of_tokens() -> None:
+def test_the_dimension_of_tokens_is_unknown_in_rows_of_a_single_token() -> None:
     def returned(q: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
         rows = new.sin()
         return attend_to_one_head(q, rows, "btd"), rows

@@ -223,7 +223,7 @@ def programs(
         memory,
         dtype,
         policy,
-        operators=draw(st.integers(0, 7)) < 7,  # traced meanings and symbols take twice as long to compile
+        operators=draw(st.integers(0, 7)) < 7,  # traced specifications and symbols double the time
         dynamic=draw(st.integers(0, 3)) == 3,
         starts_packed=draw(st.integers(0, 3)) > 0,  # then no graph is compiled for plain caches
         exact_prompts=not lossy and draw(st.booleans()),

@@ -263,7 +263,7 @@ def _verdict_of(error: Exception, drive: Drive, how: How) -> str:
 
 
 def _raises_without_kvcompile(error: Exception, drive: Drive, how: How) -> bool:
-    """Whether plain Inductor, run in the same way, raises an error of the same type: then the fault is PyTorch's."""
+    """Whether plain Inductor, run in the same way, raises an error of the same type: if so, the fault is PyTorch's."""
     torch._dynamo.reset()
     try:
         for _ in drive(how.compiled_plain, how.new()):

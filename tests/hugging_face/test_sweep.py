@@ -113,7 +113,7 @@ def test_a_type_without_a_case_that_runs_is_not_called_covered() -> None:
     assert outcomes == ["no cached layer", "covered", "not covered", "no small model"]
 
 
-def test_missing_cases_are_those_without_a_result_and_eager_ones_of_a_type_without_sdpa() -> None:
+def test_missing_cases_have_no_result_or_are_eager_cases_of_a_type_without_sdpa() -> None:
     assert sweep.cases_of("llama") == sweep.CASES
     assert sweep.cases_of("phimoe") == sweep.SDPA
     known = [CaseResult("phimoe", "sdpa", "static", cached=2)]

@@ -38,7 +38,7 @@ def of_ranks(checkpoint: Path, device: str) -> Any:
 
 
 @pytest.mark.sampled(4)
-def test_every_rank_packs_its_heads_and_logits_equal_those_of_one_process(
+def test_every_rank_packs_its_heads_and_logits_equal_the_logits_of_one_process(
     checkpoint: Path, device: str, of_ranks: Any
 ) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(checkpoint).eval().to(device)

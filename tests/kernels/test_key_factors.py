@@ -21,7 +21,7 @@ PARTIAL = (*range(16), *(j ^ 1 for j in range(16, 32)), *range(48, 64), *range(3
 
 
 class CaseWithFactors(Case):
-    """A case with random factors, whose other query has its channels in the order ``partners``."""
+    """A case with random factors; ``partners`` has the partner of each channel."""
 
     def __init__(self, *args, partners=HALVES, **kwargs):
         super().__init__(*args, **kwargs)

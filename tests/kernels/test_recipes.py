@@ -112,7 +112,7 @@ def test_another_number_shape_stride_or_alignment_is_another_recipe(add):
         assert len(calls) == done + 1
 
 
-def test_arguments_that_share_memory_may_part_and_meet(add):
+def test_later_arguments_may_share_memory_or_not(add):
     repeated, calls = add
     a, b = ints(8), ints(8)
     for x, y in ((a, a), (a, a), (a, b), (b, a), (b, b), (a, a)):
@@ -131,7 +131,7 @@ def test_a_call_that_does_more_than_launch_is_never_repeated(kind, add):
         assert len(calls) == count
 
 
-def test_an_error_is_raised_again_and_recorded_never(add):
+def test_an_error_is_raised_again_and_never_recorded(add):
     repeated, calls = add
     for _ in range(3):
         with pytest.raises(AttributeError):

@@ -285,7 +285,7 @@ def test_other_calls_give_the_results_of_plain_caches(
 
 @on_devices
 @pytest.mark.parametrize("wants", ["query", "keys", "mask"])
-def test_gradients_are_those_of_dequantized_values(wants: str, device: str) -> None:
+def test_gradients_equal_the_gradients_of_dequantized_values(wants: str, device: str) -> None:
     if wants == "mask" and device == "cuda":
         pytest.skip("the gradient of a mask alone is compared on a CPU only")
     gradients = []

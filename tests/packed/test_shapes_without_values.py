@@ -58,7 +58,7 @@ def on_fake_cache(operation: Callable[[Any], Any], format_name: str) -> Any:
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_shapes_and_strides_are_those_of_all_operators(format_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_and_strides_are_the_same_as_with_values(format_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: on_fake_cache(operation, format_name) for name, operation in OPERATIONS.items()}
     for module in (tokens, writes):
         monkeypatch.setattr(module, "has_no_values", lambda data: False)

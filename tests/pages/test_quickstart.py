@@ -81,7 +81,7 @@ def plain_runner(model: LlamaForCausalLM) -> Runner:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_bits_per_byte_through_the_cache_equal_those_of_one_forward_pass(
+def test_bits_per_byte_through_the_cache_equal_the_bits_of_one_forward_pass(
     corpus: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quickstart, "PROMPT_CHUNK", 64)
@@ -115,7 +115,7 @@ def test_all_variants_take_turns_and_each_predicts_every_token(corpus: tuple[Ten
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_cache_bytes_are_those_of_the_storages_of_all_layers(corpus: tuple[Tensor, Tensor]) -> None:
+def test_cache_bytes_are_the_bytes_of_the_storages_of_all_layers(corpus: tuple[Tensor, Tensor]) -> None:
     text = held_out_text("", 256, corpus[1], context=64, new_tokens=8)
     runner = plain_runner(tiny_model())
     measure([runner], text)

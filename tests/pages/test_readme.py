@@ -99,7 +99,7 @@ def test_the_table_of_formats_is_the_arithmetic_of_the_formats() -> None:
     assert rows == expected
 
 
-def test_the_bytes_of_recent_tokens_are_those_of_the_layout() -> None:
+def test_the_bytes_of_recent_tokens_equal_the_bytes_of_the_layout() -> None:
     layout = PRESETS["int4"].layout("key", 128, torch.bfloat16)
     assert f"`int4` this takes {layout.residual_bytes // 1024} KiB more per sequence and KV head" in README.replace(
         "\n", " "

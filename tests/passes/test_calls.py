@@ -1,4 +1,4 @@
-"""The text of the user's call behind a node: of the call, or of the whole line if several statements share it."""
+"""A node has the text of the user's call, or of the whole line if several statements share it."""
 
 from __future__ import annotations
 

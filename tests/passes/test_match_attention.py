@@ -118,7 +118,7 @@ def test_a_marker_that_stays_gives_back_exactly_the_operations_of_the_model(form
     assert aten_ops(form, mark=True) == plain
 
 
-def test_the_output_of_a_marker_is_like_that_of_the_model_in_shape_strides_and_dtype() -> None:
+def test_the_output_of_a_marker_has_the_shape_strides_and_dtype_of_the_model() -> None:
     with FakeTensorMode():
         original = torch.empty(2, 5, 3, 8, dtype=torch.bfloat16).transpose(1, 2)
         q, k = torch.empty(2, 3, 5, 16), torch.empty(2, 3, 9, 16)

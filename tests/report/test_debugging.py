@@ -169,7 +169,7 @@ def test_output_code_is_what_ran(dump: Dump) -> None:
     assert str(code) in [module.__file__ for module in PyCodeCache.modules]
 
 
-def test_report_and_policy_are_those_of_the_block(dump: Dump) -> None:
+def test_the_report_and_the_policy_belong_to_the_block(dump: Dump) -> None:
     assert dump.read("report.txt") == f"{dump.report}\n"
     assert dump.read("report.json") == f"{dump.report.to_json()}\n"
     assert "layers.1" in dump.read("report.html")

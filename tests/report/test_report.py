@@ -49,7 +49,7 @@ def _fresh_counters() -> Iterator[None]:
 # Recording
 
 
-def test_the_last_report_is_that_of_the_graph_compiled_last() -> None:
+def test_the_last_report_is_on_the_graph_that_was_compiled_last() -> None:
     record([rewritten(0)])
     record([refused(1)])
     assert last_report() == Report([GraphReport((refused(1),))])

@@ -50,7 +50,7 @@ def run_rank(rank: int, program: str, arguments: Sequence[str]) -> None:
     sys.argv = [program, *arguments]
     try:
         in_one_piece_of_stack(runpy.run_path)(program, run_name="__main__")
-    except Exception as error:  # a fork ends without what the interpreter does at the end of a program
+    except Exception as error:  # a fork must do what the interpreter does after an error
         sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
         atexit._run_exitfuncs()

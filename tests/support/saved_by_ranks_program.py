@@ -120,7 +120,7 @@ def all_sizes(folder: Path, grids: dict[tuple[int, int], Grid]) -> dict[str, boo
 
 
 def whole_cache(grids: dict[tuple[int, int], Grid]) -> dict[str, Any]:
-    """The cache of one process; for rank 0."""
+    """The cache as one process holds it. Only rank 0 can compute it."""
     return cache_of(grids[1, 1])
 
 

@@ -63,7 +63,7 @@ def test_a_calibration_has_three_tensors_for_keys_and_values_of_every_layer(cali
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_the_calibrated_text_is_near_and_another_text_is_farther(calibrated) -> None:
+def test_another_text_is_farther_from_the_calibration_than_its_own_text(calibrated) -> None:
     model, windows, tensors = calibrated
     origin = Origin(model="", fingerprint="", text="a", text_digest="", windows=3, tokens=40, positions=(0, 99))
     transforms = Transforms("t", origin, tensors)

@@ -150,7 +150,7 @@ def test_every_command_has_examples() -> None:
     assert {example.split()[0] for example in EXAMPLES} == set(COMMANDS)
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_is_the_version_of_the_package() -> None:
     assert re.fullmatch(r"kvcompile \d+\.\d+\.\d+\n", run("--version")[0])
 
 

@@ -147,7 +147,7 @@ def test_the_worst_layers_add_half_of_the_divergence_and_are_few() -> None:
     assert worst({"a": 1.0}) == ["a"]
 
 
-def test_rules_name_layers_where_those_are_unique_and_modules_elsewhere() -> None:
+def test_rules_name_layers_where_they_are_unique_and_modules_elsewhere() -> None:
     sites = [Site(f"h.{i}.attn", i, "sdpa") for i in range(6)]
     sites += [Site("h.5.cross_attn", 5, "sdpa"), Site("pooler", None, "sdpa")]
     low, high = FormatPair("int4_per_channel", "int4_unrotated"), FormatPair("fp8_e4m3", "int4_unrotated", 64)

@@ -142,7 +142,7 @@ def split(line: str) -> list[str]:
 
 
 def test_an_exact_prompt_loses_nothing_before_later_steps_which_read_their_own_tokens_packed(tmp_path: Path) -> None:
-    """Later steps read them packed however long they are: here as long as the prompt."""
+    """Later steps read their own tokens packed, whatever their length; here they are as long as the prompt."""
 
     def measured(options: str) -> tuple[str, dict[str, Any]]:
         file, reading = tmp_path / "quality.json", "--prefill 64 --decode 64 --chunk 64 --windows 1"

@@ -150,7 +150,7 @@ def test_mistakes_are_plain_lines(command: str, message: str) -> None:
         ({"vocab_size": 2**50}, ""),
     ],
 )
-def test_a_config_of_which_no_model_can_be_made_is_one_short_line(
+def test_a_config_from_which_no_model_can_be_made_gets_one_short_line(
     change: dict[str, Any], message: str, folder: Path
 ) -> None:
     config = json.loads((folder / "config.json").read_text())

@@ -54,7 +54,7 @@ def users(plan: Plan, measure: str = "payload") -> list[list[int]]:
 # Published figures
 
 
-def test_users_of_llama_3_1_8b_in_74_gib_are_those_of_the_article() -> None:
+def test_users_of_llama_3_1_8b_in_74_gib_equal_the_users_in_the_article() -> None:
     plan = plan_of(LLAMA_3_1_8B, "bf16", "int4_per_token_head")
     assert users(plan) == [[296, 74, 18, 4], [1184, 296, 74, 18]]
 
@@ -68,7 +68,7 @@ def test_a_16_bit_scale_on_128_channels_of_4_bits_costs_about_3_percent() -> Non
 @pytest.mark.parametrize(
     ("config", "nbytes"), [(DEEPSEEK_V3, 70_272), (QWEN_2_5_72B, 327_680), (LLAMA_3_1_405B, 516_096)]
 )
-def test_bytes_of_a_token_in_bf16_are_those_of_arxiv_2505_09343(config: dict[str, Any], nbytes: int) -> None:
+def test_bytes_of_a_token_in_bf16_equal_the_bytes_in_arxiv_2505_09343(config: dict[str, Any], nbytes: int) -> None:
     assert apply_policy("bf16", model_of(config)).bytes_per_token("stored") == nbytes
 
 
@@ -100,7 +100,7 @@ def test_int4_weights_of_llama_3_1_8b_take_what_awq_checkpoints_take(tmp_path: P
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_allocated_bytes_are_those_of_the_packed_layout(name: str, head_dim: int) -> None:
+def test_allocated_bytes_equal_the_bytes_of_the_packed_layout(name: str, head_dim: int) -> None:
     for role in get_args(Role):
         if FORMATS[name].unsupported(head_dim, role):
             continue

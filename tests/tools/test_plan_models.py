@@ -72,7 +72,7 @@ def test_parameters_are_counted_exactly(model_type: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("model_type", ["bart", "t5", "whisper"])
-def test_caches_of_encoder_decoder_models_are_those_that_they_make(model_type: str) -> None:
+def test_caches_of_encoder_decoder_models_equal_the_caches_that_they_make(model_type: str) -> None:
     from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, WhisperForConditionalGeneration
 
     config = CONFIG_MAPPING[model_type]()

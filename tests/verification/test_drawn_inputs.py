@@ -55,7 +55,7 @@ def test_numbers_computed_from_an_integer_are_within_bounds_too() -> None:
     assert max(int(pos.max()) for _, pos in draws_of_both) > 8, "other blocks than the first occur"
 
 
-def test_weights_and_the_first_integers_are_those_of_the_call() -> None:
+def test_weights_and_the_first_integers_come_from_the_call() -> None:
     pos = torch.tensor([[3, 4, 5], [7, 8, 9]])
     drawn = draws(write, CACHE, pos, weights=(0,))
     cache, first = drawn.draw({}, {}, as_given=True)
