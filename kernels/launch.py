@@ -142,7 +142,7 @@ class Splits(NamedTuple):
     Attributes:
         packed: splits of the packed tokens. Their outputs are in the stored basis of values.
         tile_tokens: tokens of a tile; 0 if splits do not take turns at tiles.
-        exact: splits of the exact blocks, which come after them. Their outputs are in the original basis.
+        exact: splits of the exact blocks, which come after the packed splits. Their outputs are in the original basis.
         exact_items: items of exact blocks, at which the splits take turns before the tiles.
     """
 

@@ -81,7 +81,7 @@ NARROW = 31e9
 """An H100 has 25 GB/s for each multiprocessor, and an H200 has 37."""
 
 ROWS_OF_ANOTHER = {10: 9, 12: 8}
-"""Maps each compute capability without measurements to one with as much shared memory, whose rows it takes."""
+"""Maps a compute capability without measurements to one with as much shared memory, whose rows are used for it."""
 
 SCRATCH_NBYTES = 8 << 10
 """Shared memory of a decode program besides its query and the tiles that it loads ahead."""
@@ -120,7 +120,7 @@ def attention_config(
     tile_nbytes = _tile_nbytes(config, key, value, least_bits=0)
     itemsize = 4 if float32 or key.tile_bits == 32 else 2
     shared_nbytes = SCRATCH_NBYTES + config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
-    if capability == 9 and not float32 and key.tile_bits < 32:  # its rows were measured with this rule
+    if capability == 9 and not float32 and key.tile_bits < 32:  # the rows of Hopper were measured with this rule
         num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
         config = replace(config, num_stages=min(config.num_stages, num_tiles))
         return _with_padding(config, key, value, tile_nbytes, shared_nbytes, multiprocessor)
@@ -153,7 +153,7 @@ def config_with_factors(
 
     None if none serves the device. A program loads two tiles of factors beside each tile of keys. They are as large as
     a tile of 32-bit keys in half precision, so that fewer tiles are loaded ahead. For a rotated format no tile
-    is loaded ahead, because more programs serve it better.
+    is loaded ahead: it is faster with more programs at once.
 
     Args:
         multiprocessor: the sizes of a multiprocessor.
@@ -179,9 +179,10 @@ def config_with_factors(
 
 
 def _exact_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOperand, float32: bool) -> int:
-    """Shared memory for exact rows: 16 for each warp, of keys and values in float32, else of one of them.
+    """Shared memory for the exact rows of all warps, 16 for each warp.
 
-    Rows that are exact for one operand only are decoded to float32 for the other one.
+    For products in float32, rows of keys and of values are there at once; otherwise only one of the two. Rows that are
+    exact for one operand only are decoded to float32 for the other one.
     """
     rows = 16 * config.num_warps
     if float32:
@@ -191,7 +192,7 @@ def _exact_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOper
 
 
 def _tile_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOperand, least_bits: int) -> int:
-    """Bytes of a tile of keys and values whose codes have ``least_bits`` or more."""
+    """Bytes of a tile of keys and values, with at least ``least_bits`` for each channel."""
     bits = (max(operand.loaded_bits, least_bits * operand.padded_head_dim) for operand in (key, value))
     return config.tokens * sum(bits) // 8
 
@@ -291,10 +292,10 @@ def _tuned_config(
 
 
 def _of_two_warps(config: AttentionConfig) -> AttentionConfig:
-    """The configuration of four warps as one of two, with half of the tokens and twice the programs, if tiles allow it.
+    """Change a configuration of four warps to two, with half the tokens and twice the programs, if tiles allow it.
 
     Two warps are no warpgroup. For the products of a warpgroup each byte of codes is loaded alone and moved to another
-    place, and the loop spills up to 0.9 KiB of a thread (Triton 3.9).
+    place, and the loop spills up to 0.9 KiB per thread (Triton 3.9).
     """
     tokens = max(64, config.tokens // 2)
     programs = config.programs_per_sm * config.tokens // tokens

@@ -25,7 +25,7 @@ an integer query (:mod:`kvcompile.kernels.attention.query`).
 
 Splits take turns at the visible tiles: split ``s`` takes the tiles ``s``, ``s + num_splits``, and so on. All splits
 have work even if only a part of the cache is visible. :mod:`kvcompile.kernels.attention.splits` merges their outputs.
-If the caches have exact blocks, the splits also take turns at those, see
+If the caches have exact blocks, the splits also take turns at these blocks, see
 :mod:`kvcompile.kernels.attention.exact_blocks`. A program attends to them last: tags and rows arrive in the meantime.
 
 A separate kernel multiplies pre-RoPE keys by key factors (:mod:`kvcompile.kernels.spec.key_factors`). Both kernels
@@ -96,8 +96,8 @@ def attention_kernel(
         key_scale, value_scale: static scales. They are arguments because layers differ in them and share the kernel.
         MASK_PER_ROW: whether the mask differs between the rows of a KV head.
         MERGES_EARLY: whether the kernel that merges the splits may start before this one ends. This kernel itself never
-            starts early: its programs fill the device in one wave, and remaining programs of the kernel before it would
-            leave no room for the last of them.
+            starts early: its programs fill the device in one wave, and the last programs of the previous kernel
+            would leave no room for all of them.
         EXACT_ITEMS: the number of items of exact blocks, 0 if there are no entries. Otherwise PARTIAL must be set.
     """
     _attend(
@@ -193,7 +193,7 @@ def _attend(
             block_ptr(value_ptr, value_strides[0], first_block, VALUE), value_strides[0], tokens_left, VALUE, TOKENS
         )
     if EXACT_ITEMS > 0:
-        # A tile with a block that may be exact counts as one that some row does not see entirely.
+        # A tile with a block that may be exact does not count as whole.
         packed_begin, packed_end = packed_range(key_tags, value_tags, KEY, VALUE)
         all_begin, all_end = tl.maximum(all_begin, packed_begin), tl.minimum(all_end, packed_end)
 

@@ -138,7 +138,7 @@ def _of_codes(metadata, plane: tl.constexpr, OPERAND: tl.constexpr):
 def _store_rows(out_ptr, x, tokens_left, WIDTH: tl.constexpr, OPERAND: tl.constexpr, PADDED: tl.constexpr):
     """Store the first WIDTH columns of a tile [tokens, columns] of a block.
 
-    Rows from ``tokens_left`` on are 0 with PADDED; without, there are no such rows.
+    With PADDED, rows from ``tokens_left`` on are stored as 0; otherwise they are not stored.
     """
     token = tl.arange(0, OPERAND.block_tokens)[:, None]
     column = tl.arange(0, x.shape[1])[None, :]

@@ -52,7 +52,7 @@ def num_items(num_entries: int, block_tokens: int, num_warps: int) -> int:
 
 @jit
 def own_turns(split, num_splits, num_tiles, ITEMS: tl.constexpr):
-    """How many of ``num_tiles`` tiles a split takes, and the numbers that :func:`own_turn` needs.
+    """The number of tiles, out of ``num_tiles``, that a split takes, and the numbers that :func:`own_turn` needs.
 
     If some splits have one more item than the others, the others take TILES_OF_ITEM tiles more, before all take turns.
     """
@@ -245,7 +245,7 @@ def _attend_to_items(
 
 _attend_here = jit(_attend_to_items)
 _attend_apart = jit(noinline=True)(_attend_to_items)
-"""A separate function in the machine code: entries rarely hold different blocks, and decoding is many instructions."""
+"""A separate function in the machine code: entries rarely hold different blocks, and decoding is long code."""
 
 
 @jit

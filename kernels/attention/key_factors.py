@@ -43,9 +43,9 @@ def load_paired_rows(factors, program, head, position, in_query, KEY: tl.constex
 
 @constexpr_function
 def planes_in_products(key):
-    """The planes of the products with factors: (number, width, padded width). A rotated format has all channels in one.
+    """The planes of the products with factors: (number, width, padded width).
 
-    Levels in the original basis have no planes.
+    A rotated format has one plane with all channels, because its levels are first rotated to the original basis.
     """
     if key.rotated:
         return 1, key.head_dim, key.padded_head_dim
@@ -54,7 +54,7 @@ def planes_in_products(key):
 
 @constexpr_function
 def largest_norm(head_dim):
-    """The largest factor of :func:`kvcompile.kernels.tiles.rotation.rotation_norm`, of the smallest rotation block."""
+    """The largest factor of :func:`kvcompile.kernels.tiles.rotation.rotation_norm`: the norm of the smallest block."""
     return (head_dim & -head_dim) ** -0.5
 
 
@@ -70,7 +70,7 @@ def query_with_pairs(q, paired, score_scale, KEY: tl.constexpr):
     DTYPE: tl.constexpr = dtype_of_products(q.dtype)
     factor = tl.full([q.shape[0]], 1.0, tl.float32) * score_scale
     if KEY.rotated:
-        # For a power of two the channels keep their absolute values, and lose no bits.
+        # If head_dim is a power of two, these factors are 1 and -1, and channels lose no bits.
         norms = unrotated_factor(KEY) * (1.0 / largest_norm(KEY.head_dim))
         q, paired = q.to(tl.float32) * norms[None, :], paired.to(tl.float32) * norms[None, :]
         if not KEY.has_zero:
@@ -120,9 +120,9 @@ def scores_with_factors(
 
 @jit
 def _unrotated(levels, scale, zero, rotation, KEY: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile of keys in the original basis, but for norms and signs: [TOKENS, padded_head_dim].
+    """A tile of keys in the original basis, without the norms and signs of the rotation: [TOKENS, padded_head_dim].
 
-    Without a zero point it also lacks gain and scale, which multiply scores.
+    If keys have no zero point, gain and scale are not applied either, because they multiply the scores.
     """
     tl.static_assert(KEY.granularity == "token")
     x = unrotated_levels(levels, rotation, KEY, PRECISION)
@@ -133,7 +133,7 @@ def _unrotated(levels, scale, zero, rotation, KEY: tl.constexpr, PRECISION: tl.c
 
 @constexpr_function
 def scales_scores(key):
-    """Whether scores are multiplied by the scales of their tokens, in place of the channels of keys."""
+    """Whether the scale of a token multiplies the scores of the token, and not the channels of its key."""
     return key.granularity == "token" and key.has_scale and not key.has_zero
 
 

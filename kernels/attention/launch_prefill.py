@@ -35,7 +35,7 @@ SCRATCH_NBYTES = 1 << 29
 
 
 CUDNN_FLOPS = 4e12
-"""The least number of operations for cuDNN. It plans a new shape for 46 ms, which 32 layers of this size save again."""
+"""The least number of operations for cuDNN. It plans a new shape in 46 ms, which 32 layers of this size save again."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     Returns:
         Outputs of the splits, float32 [splits, batch * num_heads * q_len, v_head_dim]; their log-sum-exp, float32
         [splits, batch * num_heads * q_len, 2]; and the number of splits.
-        :func:`kvcompile.kernels.attention.decode.combine_kernel` merges them. If ``out`` was written: ``out`` twice,
+        :func:`kvcompile.kernels.attention.splits.combine_kernel` merges them. If ``out`` was written: ``out`` twice,
         and 1.
     """
     batch, num_heads, q_len, _ = call.query.shape
@@ -146,7 +146,7 @@ def _attend_by_cudnn(call: AttentionCall, out: Tensor, pairs_at_once: int) -> bo
     if 4 * call.query.numel() * call.kv_len / (2 if call.is_causal else 1) < CUDNN_FLOPS:
         return False
     batch, num_kv_heads = call.query.shape[0], call.k_data.shape[2]
-    heads = min(num_kv_heads, pairs_at_once)  # of a round; a round of several sequences has all their heads
+    heads = min(num_kv_heads, pairs_at_once)  # of a round; a round with several sequences has all of their heads
     sequences = max(1, pairs_at_once // num_kv_heads)
     scale = call.score_scale * math.log(2.0)
     for first, head in itertools.product(range(0, batch, sequences), range(0, num_kv_heads, heads)):
@@ -203,7 +203,7 @@ def _read_pairs(
     *,
     padded: bool,
 ) -> None:
-    """Write the dequantized and the new tokens of as many KV heads as ``out`` has, as :func:`dequantize_pairs`."""
+    """Dequantize tokens as :func:`dequantize_pairs` does, then put the new tokens in their places in ``out``."""
     dequantize_pairs(
         source.data, source.operand, source.static_scale, out, num_tokens, first_pair, bounds, tile, padded=padded
     )

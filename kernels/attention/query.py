@@ -132,7 +132,7 @@ def _query_in_digits(q, score_scale, KEY: tl.constexpr):
 
 @jit
 def interleaved(planes):
-    """Reorder the planes [rows, width] of a query like the integers that are looked up by nibbles.
+    """Reorder the planes [rows, width] of a query to the order of integers that are looked up by nibbles.
 
     Plane ``i`` is paired with plane ``i + num_planes / 2``, because a lookup takes the codes of both from the nibbles
     of the same bytes. For four columns ``j`` to ``j + 3`` of such a pair, the first resulting tile has the columns
@@ -158,7 +158,7 @@ def _digits(q):
         The high and the low digits, int8 [rows, channels], and the factor [rows] from the integers to the channels. The
         factor is NaN if a channel of the row is not finite.
     """
-    # Bits of absolute values are integers in the same order, in which NaN lies above infinity.
+    # The bits of absolute values, read as integers, have the same order. NaN lies above infinity.
     largest = tl.max(tl.abs(q).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     largest = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL)
     integers = round_to_integer(q * (16256.0 / largest)[:, None]).to(tl.int32)  # 16256 = 127 * 128

@@ -48,7 +48,7 @@ def bfloat16_bits_of_e4m3(codes, scale, HARDWARE_FP8: tl.constexpr):
         bits = value.to(tl.bfloat16).to(tl.int16, bitcast=True)
     else:
         code = codes.to(tl.int8, bitcast=True).to(tl.int32)
-        sign_exponent_mantissa = 0x87F00000 - (1 << 32)  # their mask in a float32, which is the value times 2**-120
+        sign_exponent_mantissa = 0x87F00000 - (1 << 32)  # a mask; the masked float32 is the value times 2**-120
         value = ((code << 20) & sign_exponent_mantissa).to(tl.float32, bitcast=True) * 2.0**120
         value = tl.where((code & E4M3_NAN) == E4M3_NAN, float("nan"), value) * scale
         pattern = value.to(tl.int32, bitcast=True)

@@ -42,7 +42,7 @@ CALIBRATED_FORMATS = (
     *(f"{TRANSFORM}{bits}" for bits in ("6543", "6420", "6433", "5300", "5421", "5200", "4321", "4200")),
 )
 """Names of calibrated formats, for lists. Every format with scales per token or group has a variant with a mean. Any
-four bits from 6 to 0 in descending order make a transform format.
+four numbers of bits from 6 to 0 in descending order name a transform format.
 """
 
 _SEEDED = re.compile(r"(?P<base>\w[\w.]*)_seed(?P<seed>[1-9]\d{0,8})")

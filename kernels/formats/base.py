@@ -87,11 +87,11 @@ class Format(abc.ABC):
         static_scale: a factor of all vectors, exact in float32; vectors are divided by it before they are quantized.
         takes_static_scale: whether the static scale may be other than 1.
         is_calibrated: whether vectors are quantized in a basis that a calibration has measured.
-        basis: the reference to this basis; empty for other formats, and for a calibrated format without its numbers,
+        basis: the reference to this basis; empty for other formats, and for a calibrated format without a known basis,
             which has sizes but encodes nothing.
         least_scale: the stored scale of a vector of a calibrated format that equals the mean and is not zero.
         nan_scale: the stored scale of a vector that is not finite.
-        gain: the levels of :meth:`levels` over the levels of the codec.
+        gain: the ratio of the levels of :meth:`levels` to the levels of the codec.
         codec: the encoder and decoder in Triton, see :mod:`kvcompile.kernels.formats.codec`.
     """
 
@@ -245,7 +245,7 @@ class Format(abc.ABC):
         """The mean of a calibrated format, float32 that broadcasts to ``x`` [batch, num_kv_heads, ..., head_dim].
 
         Raises:
-            ValueError: the format has no numbers of a calibration, or of another number of heads or channels.
+            ValueError: the format has no basis, or a basis for another number of heads or channels.
         """
         if not self.basis:
             raise ValueError(f"{self.name} has no calibration; name a transforms file in the policy")
@@ -268,7 +268,7 @@ class Format(abc.ABC):
         return False
 
     def is_written(self, sections: dict[str, Tensor]) -> Tensor:
-        """Whether vectors of a calibrated format are other than the zero vector: bool [..., n, 1]."""
+        """Whether each vector of a calibrated format differs from the zero vector: bool [..., n, 1]."""
         metadata = [sections[name] for name in ("scale", "zero") if name in sections]
         return torch.cat([(x != 0).any(-1, keepdim=True) for x in metadata], -1).any(-1, keepdim=True)
 

@@ -86,7 +86,7 @@ class Basis:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by their names, without those that are None."""
+        """The tensors that are not None, by name."""
         named = {"mean": self.mean, "to_stored": self.to_stored, "from_stored": self.from_stored}
         return {name: x for name, x in named.items() if x is not None}
 
@@ -144,7 +144,7 @@ def find(reference: str) -> Basis:
     first, last = int(parts["first"]), int(parts["last"])
     if not first <= last < basis.num_heads:
         raise ValueError(f"the basis {parts['digest']} has {basis.num_heads} heads; {first} to {last} are needed")
-    with without_modes():  # a tracer may ask first, and would cut fake tensors
+    with without_modes():  # the first caller may be a tracer, which would slice fake tensors
         return basis.of_heads(first, last)
 
 

@@ -34,7 +34,7 @@ class Codec:
         encode: makes codes, scales and zero points from vectors.
         levels: makes levels from codes.
         unpack_ptx: PTX that makes fp16 numbers from packed bytes, by the least major compute capability that runs it.
-        unpack_gains: the levels over these fp16 numbers, a power of two for each plane; empty if both are equal.
+        unpack_gains: the ratio of levels to these fp16 numbers, a power of two for each plane; empty if both are equal.
         integers_ptx: PTX that makes 8-bit integers from packed bytes; None if levels are not integers plus an offset.
         integer_offset: the level minus this integer.
         interleaved: whether integers come in the order of :func:`kvcompile.kernels.attention.query.interleaved`.

@@ -46,7 +46,7 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     SMALLEST: tl.constexpr = 2.0**-24 if OPERAND.scale_dtype == tl.float16 else 0.0
     level = quotient(x, tl.where(scale > 0, scale, 1.0), SMALLEST)
     if OPERAND.scale_dtype != tl.float16:
-        level = tl.clamp(level, -127.0, 127.0)  # a subnormal scale may be rounded down by much
+        level = tl.clamp(level, -127.0, 127.0)  # a subnormal scale may be much too small after rounding
     return round_to_byte(level, 128), scale, scale
 
 

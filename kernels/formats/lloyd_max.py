@@ -112,7 +112,7 @@ def _encode_plane(x, in_plane, PLANE: tl.constexpr, OPERAND: tl.constexpr):
     first = _first_byte(magnitude, PLANE, OPERAND)
     byte = first
     error = tl.full(first.shape, float("inf"), tl.float32)
-    for i in range(NUM_TRIED):  # a loop, and the codes again after it, because the registers are few
+    for i in range(NUM_TRIED):  # not unrolled, and the codes are computed again after it: registers are few
         tried = tl.clamp(first + (LEAST + STRIDE * i), 0.0, OPERAND.codec.constants.largest_byte)
         decoded = _magnitude(_nearest(magnitude, tried, PLANE, OPERAND), PLANE, OPERAND)
         difference = magnitude - decoded * scales_of_bytes(tried, OPERAND)[:, None]

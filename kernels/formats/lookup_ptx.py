@@ -73,9 +73,9 @@ def lookup_halves_of_unequal_planes(packing: Packing, levels: Sequence[Sequence[
         places = sum(1 << place for place in range(0, 8, len(pieces)))
         lines += _gathered(f"section{k}", [(piece, -i, places) for i, piece in enumerate(pieces)])
     for first in (0, 2):
-        fields: dict[tuple[str, int], int] = {}  # the bits of a byte that a register has, by its shift to the left
+        fields: dict[tuple[str, int], int] = {}  # maps (register, its shift to the left) to a mask of a byte
         for plane, place in ((first, 0), (first + 1, 4)):
-            parts = [(codes, packing.low_bits * plane, place, packing.low_bits)]  # first bit, its place, and bits
+            parts = [(codes, packing.low_bits * plane, place, packing.low_bits)]  # register, first bit, its place, bits
             parts += [
                 (f"section{k}", 8 // planes * plane, place + packing.low_bits + k, 1)
                 for k, planes in enumerate(packing.high)

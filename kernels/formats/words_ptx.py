@@ -3,7 +3,7 @@
 The bits of a plane are collected in the bytes of one register, a code in each byte. The lowest three bits of four codes
 then make one selector of ``PRMT``, which picks four bytes from a table of eight: once for the high bytes of the levels,
 and once for the low bytes. Codes of up to three bits are looked up with their signs. Wider codes are looked up in
-several tables of magnitudes, between which their further bits choose; their signs follow.
+several tables of magnitudes, between which their further bits choose; their signs are applied last.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Writer:
         self._lines: list[str] = []
         self._registers: list[str] = []
         self.one = self.new()
-        """1, but no constant for ptxas: see :func:`kvcompile.kernels.formats.lookup_ptx.function_of`."""
+        """Holds 1, but is no constant for ptxas: see :func:`kvcompile.kernels.formats.lookup_ptx.function_of`."""
         self.add(f"mov.u32 {self.one}, %lanemask_ge;")
         self.add(f"shr.u32 {self.one}, {self.one}, 31;")
 

@@ -79,7 +79,7 @@ def gathered_sections(layout: PackedLayout, by_reference: bool) -> GatheredSecti
 
 
 def _largest_unit(nbytes: int) -> int:
-    """Bytes of the largest integers that divide the ``nbytes`` of a token in a row-major section, which is aligned."""
+    """The largest size of an integer, in bytes, that divides the ``nbytes`` of a token in a row-major section."""
     return next(unit for unit in (8, 4, 2, 1) if nbytes % unit == 0)
 
 

@@ -21,6 +21,6 @@ def select(data: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def _has_words(data: Tensor) -> bool:
-    """Whether ``data`` consists of whole words, which lie where words may lie."""
+    """Whether ``data`` consists of whole words of 8 bytes at aligned addresses."""
     sizes = (data.shape[-1], data.data_ptr(), data.storage_offset(), *data.stride()[:-1])
     return data.stride(-1) == 1 and all(size % WORD.itemsize == 0 for size in sizes)

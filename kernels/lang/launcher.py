@@ -63,7 +63,7 @@ def compiling_only() -> contextlib.AbstractContextManager[None]:
 
 
 class _Argument:
-    """The description of a fake tensor for which Triton compiles: its dtype, and an address as aligned as its own."""
+    """The description of a fake tensor for which Triton compiles: its dtype, and an address with its alignment."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
@@ -78,7 +78,7 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def _address_of(tensor: Tensor) -> int:
-    """The address of a tensor. A fake tensor gets one that is as aligned: its storage is aligned to 16 bytes."""
+    """The address of a tensor. The address of a fake tensor is its offset in its storage, which is aligned."""
     if type(tensor) in PLAIN_TENSORS:
         return tensor.data_ptr()
     return int(tensor.storage_offset()) * tensor.element_size()
@@ -198,7 +198,7 @@ class Multiprocessor(NamedTuple):
         registers: 32-bit registers.
         registers_of_thread: the most registers that one thread may have, a multiple of 8.
         warp_size: threads of a warp.
-        bandwidth: bytes per second of its share of the memory's bandwidth, by the vendor's figures; 0 if unknown.
+        bandwidth: its share of the memory bandwidth in bytes per second, by the vendor's figures; 0 if unknown.
     """
 
     of_program: int
@@ -216,12 +216,12 @@ def multiprocessor_of(device: torch.device) -> Multiprocessor:
         return Multiprocessor(227 << 10, 228 << 10)
     properties = torch.cuda.get_device_properties(device)
     of_program = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    # Undocumented: the clock in kHz, and bits that two transfers per clock move.
+    # Undocumented: the memory clock in kHz, with two transfers per clock, and the bits of a transfer.
     clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     return Multiprocessor(
         of_program,
         properties.shared_memory_per_multiprocessor,
-        getattr(properties, "regs_per_multiprocessor", 1 << 16),  # undocumented; so many since compute capability 3.7
+        getattr(properties, "regs_per_multiprocessor", 1 << 16),  # undocumented; 65536 since compute capability 3.7
         256 if torch.version.hip is None else 512,
         properties.warp_size,
         2 * clock * 1000 * width / 8 / properties.multi_processor_count,
@@ -251,7 +251,10 @@ def precision(device: torch.device) -> str:
 
 
 def exact_precision(device: torch.device, *, float32: bool) -> str:
-    """The ``input_precision`` of float32 products whose operands came from half precision, unless ``float32``."""
+    """The ``input_precision`` of float32 products whose operands came from half precision: one tf32 product.
+
+    With ``float32`` the operands did not, and the result is :func:`precision`.
+    """
     full = precision(device)
     return "tf32" if full == "tf32x3" and not float32 else full
 

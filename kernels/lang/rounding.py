@@ -28,9 +28,9 @@ def converts_fp8():
 def quotient(x, divisor, SMALLEST: tl.constexpr):
     """``x / divisor[:, None]``, exact enough to be rounded to 8 bits.
 
-    The result may differ from the correctly rounded quotient in its last bit. But it compares with every number
-    ``n * 2**k``, ``n`` odd and below 256, as the quotient does. Rounded to an 8-bit integer or to few mantissa bits,
-    both give the same number. (Checked around all these numbers, for every mantissa of the divisor.)
+    The result may differ from the correctly rounded quotient in its last bit. But it is below, at or above
+    a number ``n * 2**k``, ``n`` odd and below 256, exactly if the quotient is. Rounded to an 8-bit integer or to few
+    mantissa bits, both give the same number. (Checked around all these numbers, for every mantissa of the divisor.)
 
     The method is a product with the reciprocal and one correction, in a quarter of the instructions of a division.
 
@@ -67,7 +67,7 @@ def round_to_byte(x, OFFSET: tl.constexpr):
 
 @jit
 def finite_at(ptr, x):
-    """float32 ``x`` for a store at ``ptr``: finite numbers that fp16 cannot hold become the largest that it can."""
+    """float32 ``x`` for a store at ``ptr``: for fp16, finite numbers are clamped to the range of fp16."""
     if ptr.dtype.element_ty == tl.float16:
         x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -65504.0, 65504.0), x)
     return x

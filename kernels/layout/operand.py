@@ -83,7 +83,7 @@ class PackedOperand:
         takes_static_scale: whether vectors have a static scale, which is an argument of kernels and not a constant.
         block_tokens: tokens of a block.
         block_bytes: bytes of a block.
-        gain: the ratio of a level in the specification to this level in the codec.
+        gain: the ratio of a level in the specification to the same level in the codec.
         unpack_gains: for each plane, the ratio of a level in the specification to the number that ``unpack_ptx`` makes.
         codec: the codec of the format.
         ptx: the major compute capability whose inline PTX can run, or 0.

@@ -396,8 +396,9 @@ class PackedLayout:
     def byte_offsets(self, row: Tensor) -> Tensor:
         """Offsets in a block of the :meth:`token_bytes` of tokens: int64 [..., n, bytes_per_token] from rows [..., n].
 
-        Inductor inlines the choices between sections into the store, and keeps a concatenation in memory. Few tokens
-        save the memory and its kernel. Many tokens of all heads read offsets that are computed once.
+        Inductor inlines the choices between sections into the store, and keeps a concatenation in memory. Offsets of
+        few tokens are choices, which take no memory and no further kernel. Offsets of many tokens are concatenated, so
+        that all heads read offsets that are computed once.
         """
         few, row = are_few(row.shape), row[..., None]
         if not few:

@@ -77,7 +77,7 @@ def encoded_tokens(layout: PackedLayout, x: Tensor) -> Tensor:
         ValueError: the format has scales per channel.
     """
     if layout.format.granularity == "channel":
-        raise ValueError(f"{layout.spec}: tokens that share scales can only be written through a residual: use one")
+        raise ValueError(f"{layout.spec}: tokens that share scales are written through a residual; give the layout one")
     # With four dimensions Inductor would concatenate with channels first, and copy the result.
     sections = {name: section.flatten(0, 1) for name, section in layout.format.encode(x).items()}
     return layout.token_bytes(sections).unflatten(0, x.shape[:2])

@@ -2,7 +2,7 @@
 
 :mod:`kvcompile.kernels.spec.residual` describes a write in four steps; :func:`write_block` takes them for one block of
 one head. The kernels here fix the order of the blocks. Two blocks of the same write may have the same entry: one block
-takes it, and the other block, which leaves it, is still read from it. One program therefore writes both, first the
+takes the entry, and the other block leaves it, but is first read from it. One program therefore writes both, first the
 block that leaves the entry.
 """
 
@@ -84,8 +84,8 @@ def store_blocks_kernel(
             entry = entry_of(own, OPERAND)
             before = tl.load(tags_ptr + entry) - 1
             takes_entry = tl.load(places_ptr + capacity + entry) == own
-            # If this block takes its entry, first write the block that leaves it. Then write this block, unless it is
-            # one that leaves its entry, which another program writes.
+            # If this block takes its entry, first write the block that leaves it. Then write this block, unless
+            # it leaves its entry: then another program writes it.
             is_block = (before >= 0) & (before < num_blocks)
             is_block = is_block & (entry_of(tl.maximum(before, 0), OPERAND) == entry)
             leaves = (i % 2 == 0) & takes_entry & (before != own) & is_block

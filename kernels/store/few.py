@@ -138,7 +138,7 @@ def _write_exact(
 
 @jit
 def _fill_entry(header_ptr, stride_block, packed_ptr, block, entry, position, static_scale, OPERAND: tl.constexpr):
-    """Give ``entry`` to ``block``: decode all rows of the block but those at a ``position`` of this write."""
+    """Give ``entry`` to ``block``: decode all rows of the block except rows at a ``position`` of this write."""
     ROWS: tl.constexpr = 16
     channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
     for run in range(OPERAND.block_tokens // ROWS):

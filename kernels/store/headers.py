@@ -2,7 +2,7 @@
 
 The specification is :func:`kvcompile.kernels.spec.residual.header_of`. The recent blocks of a head end with its last
 token that is not zero, if the caller does not know how many tokens were written. Most caches are filled from their
-start, so a few programs at the end find this token, and all other programs then end without reading theirs.
+start, so a few programs at the end find this token, and all other programs then end without reading their tokens.
 """
 
 from __future__ import annotations

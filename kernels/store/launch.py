@@ -66,7 +66,9 @@ class _Write(NamedTuple):
             ValueError: the format has scales per channel and the layout has no residual.
         """
         if layout.format.granularity == "channel" and layout.residual is None:
-            raise ValueError(f"{layout.spec}: tokens that share scales can only be written through a residual: use one")
+            raise ValueError(
+                f"{layout.spec}: tokens that share scales are written through a residual; give the layout one"
+            )
         ref = is_reference(data)
         return cls(data, x, *operand_and_scale(layout.spec, layout.role, layout.head_dim, True, 0, ref))
 
@@ -226,7 +228,9 @@ def store_whole_blocks(data: Tensor, x: Tensor, layout: PackedLayout) -> None:
 
 
 def store_header(data: Tensor, x: Tensor, num_written: Tensor | None, layout: PackedLayout) -> None:
-    """Write the header of a cache that holds exactly the tokens ``x``, see :func:`spec.residual.header_of`.
+    """Write the header of a cache that holds exactly the tokens ``x``.
+
+    The specification is :func:`kvcompile.kernels.spec.residual.header_of`.
 
     Args:
         data: packed data with a residual, uint8 [num_blocks, batch, num_kv_heads, block_bytes]; changed in place.

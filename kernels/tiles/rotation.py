@@ -123,8 +123,8 @@ def hadamard_rows(row, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
 def rotation_of_planes(OPERAND: tl.constexpr):
     """For each plane of a rotated format, the rows of the rotation matrix by which its levels are multiplied.
 
-    The tiles are float32 [padded_width, padded_head_dim]; their elements are 1, -1 and 0. There is none for formats
-    that are not rotated.
+    The tiles are float32 [padded_width, padded_head_dim]; their elements are 1, -1 and 0. A format that is not rotated
+    gets an empty tuple.
     """
     rotation = ()
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
@@ -172,7 +172,7 @@ def rotated_ones(rotation, OPERAND: tl.constexpr):
 
 @jit
 def unrotated_factor(OPERAND: tl.constexpr):
-    """What channels of :func:`unrotated_levels` are multiplied by: norms and signs, float32 [padded_head_dim]."""
+    """The factors of the channels of :func:`unrotated_levels`, norms and signs: float32 [padded_head_dim]."""
     channel = tl.arange(0, OPERAND.padded_head_dim)
     factor = rotation_norm(channel, OPERAND.head_dim)
     if OPERAND.rotation_seed != 0:
