@@ -100,7 +100,7 @@ def states_to_divide(first: Node, width: int | None = None) -> list[Node]:
 
 
 def other_copy(states: Sequence[Node]) -> Node | None:
-    """The copy into the first of ``states`` of a value that is no state; None if all values are states."""
+    """The node that copies a value that is no state into the first of ``states``; None without such a node."""
     first = states[0]
     copies = (user for user in first.users if user.target is aten.copy_.default and user.args[0] is first)
     return next((copy for copy in copies if copy.args[1] not in states), None)

@@ -171,7 +171,7 @@ def same_sizes(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
 
 
 def replace_views_by_reshapes(gm: GraphModule) -> None:
-    """Let a graph made for Inductor run without Inductor, which copies where strides do not allow a view."""
+    """Replace views by reshapes, which copy where strides allow no view, so that a graph runs without Inductor."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.find_nodes(op="call_function", target=aten.view.default):

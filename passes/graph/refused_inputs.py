@@ -10,7 +10,7 @@ _KEY = "kvcompile_refusals"
 
 
 def note_refusal(placeholder: Node, refusal: Refusal) -> None:
-    """Note why ``placeholder`` stays one input. The refusal need not know a site."""
+    """Note why ``placeholder`` stays one input. The refusal may lack the particulars of a site."""
     placeholder.meta.setdefault(_KEY, {})[refusal.reason] = refusal.with_traceback(None)
 
 

@@ -19,7 +19,7 @@ class SiteNotes:
     """The sites of one graph, and the caches that were proven behind them."""
 
     def __init__(self, sites: Sequence[Site], attentions: Sequence[Attention | ComputedAttention | None]) -> None:
-        """``sites`` and ``attentions``: one for every marker of the graph; None if the caches were not proven."""
+        """``sites`` and ``attentions`` have one entry for every marker; an attention without proven caches is None."""
         self._sites = sites
         self._attentions = attentions
         self._readers: dict[Node, list[int]] = {}

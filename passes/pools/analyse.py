@@ -48,7 +48,7 @@ class Pool:
         node: its placeholder.
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         states: the nodes that hold the whole pool, each with the order of its dimensions. The placeholder is first, and
-            each follows the one it is made of.
+            each other state follows the state that it is made of.
         writes: the states that are ``index_put`` of slots.
         gathers: the nodes that an index gathers from a state.
         sizes: the nodes that ask for a size of a state.
@@ -105,7 +105,7 @@ def analyse_pool(node: Node, axes: str | None = None) -> Pool | None:
 def _read(pool: Pool) -> Pool | None:
     pool.states[pool.node] = pool.axes
     states, others = [pool.node], []
-    for state in states:  # the list grows: a state follows the one it is made of
+    for state in states:  # the list grows: a state follows the state that it is made of
         others += [user for user in state.users if not _read_use(pool, state, user)]
         states += [user for user in state.users if user in pool.states and user.args[0] is state]
     if pool.write_back is not None and pool.states.get(pool.write_back.args[1]) != pool.axes:

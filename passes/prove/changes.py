@@ -59,7 +59,7 @@ def is_written_before(repetition: Node) -> bool:
 def change_after(root: Node, base: Node) -> Node | None:
     """The first write after ``root``, if a later state of it is written back to ``base`` or returned.
 
-    If no state of ``root`` is, the result is the value that the graph computes from ``root`` and copies into ``base``.
+    If none is, the result is the value that the graph computes from ``root`` and copies into ``base``.
     """
     copied = [user.args[1] for user in base.users if user.target is aten.copy_.default and user.args[0] is base]
     returned = [node for node in root.graph.output_node().args[0] if isinstance(node, Node)]

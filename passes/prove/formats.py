@@ -134,13 +134,16 @@ def _check_shared(cache: Cache, layout: PackedLayout) -> None:
 
 
 def _check_moves(cache: Cache, layout: PackedLayout) -> None:
-    """Raise Refusal if tokens may move that share scales or blocks with other tokens."""
+    """Raise Refusal if moved tokens, or tokens of a pool, share scales or exact blocks with other tokens."""
     if layout.residual is not None and any(change.moves for change in cache.changes):
-        detail = "the model moves tokens within its window, and this format keeps or scales neighbours together"
+        detail = (
+            "the model moves tokens within its window, and in this format neighbouring tokens share scales, or blocks "
+            "in full precision; use a format whose scales are per token, without residual_length and sink_tokens"
+        )
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
     if layout.residual is not None and cache.is_pool:
         detail = (
-            "sequences share a pool of slots, and this format keeps or scales tokens of neighbouring slots together; "
-            "use a format whose scales are per token, without residual_length and sink_tokens"
+            "sequences share a pool of slots, and in this format neighbouring slots share scales, or blocks in full "
+            "precision; use a format whose scales are per token, without residual_length and sink_tokens"
         )
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)

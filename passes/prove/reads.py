@@ -109,7 +109,7 @@ def _check_rank(root: Node, role: str) -> None:
     if rank == 4 or (rank == 3 and not is_written_view):
         return
     if root.target in (aten.index_put.default, aten.slice_scatter.default, aten.cat.default):
-        detail = f"the cache is seen in {rank} dimensions there"
+        detail = f"it writes a view of the cache with {rank} dimensions"
         raise Refusal(Reason.unknown_write, role=role, op=operation(root), detail=detail)
     raise Refusal(Reason.unknown_read, role=role, op=f"a tensor of rank {rank}")
 

@@ -9,7 +9,7 @@ from kvcompile.passes.refusal import Reason, Refusal
 
 
 def settle_sites(candidates: Sequence[Candidate]) -> None:
-    """Refuse every site that shares a cache with a refused one, until nothing changes."""
+    """Refuse every site that shares a cache with a refused site, until nothing changes."""
     while _refuse_partners(candidates):
         pass
 

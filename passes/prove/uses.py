@@ -46,7 +46,7 @@ class UseChecker:
                     else:
                         other_use = self._other_use(cache, node, user, {cache.write_back, *all_own})
                     if other_use is not None and leads_to(other_use, later):
-                        detail = f"it writes what {operation(other_use)} computes from the cache"
+                        detail = f"it writes numbers that {operation(other_use)} computes from the cache"
                         raise Refusal(Reason.unknown_write, role=cache.role, op=operation(later), detail=detail)
                     if other_use is not None:
                         raise used_elsewhere(cache.role, node, other_use)

@@ -42,8 +42,9 @@ def can_replay(gm: GraphModule, rewritten: Rewritten) -> bool:
     """Whether a recording of the graph would serve more than one call.
 
     Growing caches have another length at every step. Caches that the graph makes would lie in the recording's memory,
-    and the next replay would overwrite them. Only our operators take references, and only to whole caches. A graph that
-    moves packed tokens, as a full sliding window does, or that uses some sequences of a cache needs the data.
+    and the next replay would overwrite them. Only kvcompile's operators take references, and only to whole caches. A
+    graph that moves packed tokens, as a full sliding window does, or that uses some sequences of a cache needs the
+    data.
     """
     if rewritten.outputs or any(action.kind == "growing" for action in rewritten.inputs):
         return False

@@ -1,4 +1,4 @@
-"""Analyse how a graph uses a *stack*: an input that has the dimensions of a cache and further ones.
+"""Analyse how a graph uses a *stack*: an input that has the dimensions of a cache and further dimensions.
 
 The further dimensions are the *stacked* dimensions. Constants index them: ``kv[0]``, ``cache[layer, 1]``, ``kv[:, 0]``,
 ``unbind``. The tensor at each of their indices is a *part*. For every node that holds parts, the analysis finds the
