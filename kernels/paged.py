@@ -12,7 +12,7 @@ There are two kinds of batches:
 
 - With ``block_table`` each sequence has one new token. The pages of a sequence are gathered, and it attends to them.
 - Without it, ``write_slots`` and ``read_slots`` name the slots of the new and of the visible tokens. Without
-  ``read_slots`` the new tokens are the visible ones. All tokens are gathered as one sequence, and a mask hides the
+  ``read_slots`` all visible tokens are new. All tokens are gathered as one sequence, and a mask hides the
   tokens of other sequences.
 
 Gathering copies packed bytes (``kvcompile::gather``). The operator is made of the operators of

@@ -118,7 +118,7 @@ class Reason(enum.Enum):
     )
     written_after_read = (
         "its {role} cache {source} is changed again by {op} after attention reads it",
-        "make all changes of the cache before attention reads it, or the last ones in eager code between the steps",
+        "make all changes of the cache before attention reads it, or the last changes in eager code between the steps",
     )
     shared_key_value = (
         "one tensor serves as key and value, and {detail}",

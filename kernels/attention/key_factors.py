@@ -4,7 +4,7 @@
 
 A program decodes a tile of packed keys in registers, and multiplies it by each of its two tiles of factors. Two tensor
 core products follow, with the query and with the paired query. Scales and zero points are applied to the tile before
-the factors, unless each token has one scale and no zero point. Such a scale multiplies the scores.
+the factors, unless each token has one scale and no zero point. In that case the scale multiplies the scores.
 
 Levels of a rotated format are first multiplied by the rotation matrix, by another tensor core product. The norms and
 signs of the rotation are applied to both queries.

@@ -3,7 +3,7 @@
 The functions of the same names in :mod:`kvcompile.kernels.formats.ds_mla_rows` specify them, and run on a CPU.
 Triton kernels that agree bit for bit run on a GPU. Each operator changes one argument in place, the cache or ``out``,
 and returns nothing. Tensors that do not fit raise a ValueError that names the argument. Slots, lengths and
-page numbers are data on the device. On a CPU, wrong ones raise a ValueError before anything is written. On a GPU they
+page numbers are data on the device. On a CPU, wrong values raise a ValueError before anything is written. On a GPU they
 fail an assertion, like a wrong index in PyTorch.
 
 Importing this module needs neither Triton nor a GPU.

@@ -35,7 +35,7 @@ SCALE_BYTES = NUM_SCALES + 1
 TOKEN_BYTES = DATA_BYTES + SCALE_BYTES
 
 MIN_AMAX = 1e-4
-"""The least magnitude that determines a scale. Quantization blocks of smaller numbers get the scale of this one."""
+"""The least magnitude that determines a scale. Quantization blocks of smaller numbers get its scale."""
 
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF

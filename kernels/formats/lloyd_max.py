@@ -217,7 +217,7 @@ class LloydMax(Format):
             decoded = _centroid(index, bits) * scale_of_byte(tried).unsqueeze(-1)
             errors = (magnitude.unsqueeze(-2) - decoded).square().sum(-1)
             is_best = errors == errors.amin(-1, keepdim=True)
-            byte = torch.where(is_best, tried, SCALE_OF_NAN).amin(-1, keepdim=True)  # the least of equally good ones
+            byte = torch.where(is_best, tried, SCALE_OF_NAN).amin(-1, keepdim=True)  # the least of equally good bytes
             codes.append(self._nearest(magnitude, byte, bits) + ((plane < 0).byte() << bits - 1))
             scales.append(byte.to(torch.uint8))
         return torch.cat(codes, -1), torch.cat(scales, -1), None

@@ -165,7 +165,7 @@ def stacked_dims_of_source(
     """
 
     def layout(dims: list[int]) -> list[Any]:
-        """The dimensions of a source. Dimensions of the index tensors come first unless indexed ones are adjacent."""
+        """The dimensions of a source. Dimensions of index tensors come first unless indexed dimensions are adjacent."""
         places = [dims.index(dim) for dim in indexed]
         begin = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
         kept = [dim for dim in dims if dim not in indexed]

@@ -50,7 +50,7 @@ class ContextShard:
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """The positions in the cache of the first ``num_tokens`` tokens of this rank, int64 [num_tokens].
 
-        The last ones may lie behind the cache.
+        The last positions may lie behind the cache.
         """
         own = torch.arange(num_tokens, device=device)
         return (own // BLOCK_TOKENS * self.size + self.rank) * BLOCK_TOKENS + own % BLOCK_TOKENS

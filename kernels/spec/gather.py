@@ -29,7 +29,7 @@ def gather_tokens(data: Tensor, layout: PackedLayout, slots: Tensor) -> Tensor:
         IndexError: a slot is outside of the pool.
     """
     if layout.residual is not None:
-        raise ValueError(f"{layout.spec}: tokens of a cache with a residual cannot be gathered byte by byte")
+        raise ValueError(f"{layout.spec}: tokens of a cache with a residual cannot be gathered; give it no residual")
     batch, num_tokens = slots.shape
     blocks = num_blocks(num_tokens)
     slots = F.pad(slots, (0, blocks * BLOCK_TOKENS - num_tokens)).view(batch, blocks, BLOCK_TOKENS)

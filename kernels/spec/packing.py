@@ -161,7 +161,7 @@ def move_tokens(data: Tensor, layout: PackedLayout, source: Tensor, target: Tens
         ValueError: the layout has a residual; exact tokens are not part of the bytes of a token.
     """
     if layout.residual is not None:
-        raise ValueError(f"{layout.spec}: tokens of a cache with a residual cannot be moved byte by byte")
+        raise ValueError(f"{layout.spec}: tokens of a cache with a residual cannot be moved; give it no residual")
     sequence = torch.arange(data.shape[1], device=data.device)[:, None, None]
     head = torch.arange(data.shape[2], device=data.device)[None, :, None]
     place = torch.arange(source.shape[0], device=data.device)

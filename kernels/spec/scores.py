@@ -123,6 +123,7 @@ def is_written(data: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def times_static_scale(x: Tensor, fmt: Format) -> Tensor:
+    """``x``, of any shape, times the static scale of a format."""
     return x if fmt.static_scale == 1.0 else x * fmt.static_scale
 
 

@@ -83,6 +83,7 @@ def divider(width: int) -> Callable[[Tensor], Tensor]:
 
 
 def outputs_of(graph: Graph) -> set[Node]:
+    """The nodes that the graph returns."""
     return {node for node in graph.output_node().args[0] if isinstance(node, Node)}
 
 

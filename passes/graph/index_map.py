@@ -173,7 +173,7 @@ def _divided(factor: Factor, sizes: Sequence[Size]) -> list[Dim]:
 
 
 def follow(index_map: IndexMap, *nodes: Node) -> IndexMap | None:
-    """The map after ``nodes``, each a view of the one before it; None if one of them has no map.
+    """The map after ``nodes``, each a view of the node before it; None if one of them has no map.
 
     The first node views a tensor with ``index_map``. A list of views, such as the result of ``split``, has the map of
     the tensor that it divides.

@@ -12,11 +12,12 @@ aten = torch.ops.aten
 
 
 def states_of(node: Node) -> list[Node]:
-    """The nodes from the first state of ``node`` to ``node``; each writes, views or selects from the one before it."""
+    """The nodes from the first state of ``node`` to ``node``; each writes, views or selects from the node before it."""
     return list(_states_of(node, {}))
 
 
 def first_state(node: Node) -> Node:
+    """The value that ``node`` is a view or a later state of; ``node`` itself if there is none."""
     return states_of(node)[0]
 
 

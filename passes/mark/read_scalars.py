@@ -61,7 +61,7 @@ class AllScores:
         """The value of ``node`` for all scores: a number, or a tensor that broadcasts against the scores.
 
         Raises:
-            NotUnderstood: the function does not only compute with numbers.
+            NotUnderstood: the function does more than element-wise operations on numbers.
         """
         if not isinstance(node, Node):
             return node
@@ -73,19 +73,21 @@ class AllScores:
         """The value of ``node`` for all scores; a tensor has four dimensions."""
         value = self.of(node)
         if isinstance(value, _Row):
-            raise NotUnderstood("its function uses a part of a tensor as a number")
+            raise NotUnderstood("its score_mod or mask_mod uses a part of a tensor as a number")
         if _rank(value) not in (None, 0, 4):
-            raise NotUnderstood("its function uses a whole tensor as a number")
+            raise NotUnderstood("its score_mod or mask_mod uses a whole tensor as a number")
         if _rank(value) != 0:
             return value
         return self._writer.call("view", value, FOUR_DIMENSIONS)
 
     def _computed(self, node: Node) -> Any:
         if node.op == "placeholder":  # the only placeholder without a value
-            raise NotUnderstood("its function combines scores with scores")
+            raise NotUnderstood("its score_mod or mask_mod combines scores with scores")
         call = read_call(node)
         if call is None or mutated_by(node):
-            raise NotUnderstood(f"its function calls {called(node)}, which does not only compute with numbers")
+            raise NotUnderstood(
+                f"its score_mod or mask_mod calls {called(node)}, which is unknown or changes a tensor in place"
+            )
         operands = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
         for operand in operands:
             self.of(operand)
@@ -97,10 +99,12 @@ class AllScores:
         if call.name == "getitem":
             return self._indexed(node)
         if call.name not in ELEMENTWISE or _rank(node) != 0:
-            raise NotUnderstood(f"its function calls {call.name}, which does not only compute with numbers")
+            raise NotUnderstood(
+                f"its score_mod or mask_mod calls {call.name}, which is not an element-wise operation on numbers"
+            )
         result = self._copied(node, self.four_dimensional)
         if value_of(result).dtype is not value_of(node).dtype:
-            raise NotUnderstood(f"{call.name} has another dtype for all scores than for one")
+            raise NotUnderstood(f"{call.name} has another dtype for all scores than for one score")
         return result
 
     def _copied(self, node: Node, value: Any) -> Node:
@@ -112,11 +116,11 @@ class AllScores:
         """An element of a captured tensor, ``table[b, h]`` or ``table[b][h]``."""
         tensor, index = node.args
         if tensor in self._varies and not isinstance(self.of(tensor), _Row):
-            raise NotUnderstood("its function indexes a number")
+            raise NotUnderstood("its score_mod or mask_mod indexes a number")
         row = self.of(tensor) if tensor in self._varies else _Row(self.of(tensor), ())
         given = index if isinstance(index, tuple) else (index,)
         if not all(_is_index(i) for i in given):
-            raise NotUnderstood("its function indexes a tensor by something other than integers")
+            raise NotUnderstood("its score_mod or mask_mod indexes a tensor by something other than integers")
         row = _Row(row.tensor, (*row.indices, *(self.four_dimensional(i) for i in given)))
         if len(row.indices) < value_of(row.tensor).dim():
             return row

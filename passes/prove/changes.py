@@ -26,6 +26,7 @@ def permutations_of(node: Node, axes: str) -> Iterator[tuple[Node, str]]:
 
 
 def keeps_values(node: Node) -> bool:
+    """Whether ``node`` is a copy, a cast, a permutation or another view with all values of its operand."""
     is_same = node.target in SAME_OPS or node.target is POOL_VIEW or permutes_dims(node)
     return is_same or (node.target is aten.expand.default and same_sizes(shape_of(node), shape_of(node.args[0])))
 
@@ -45,6 +46,7 @@ def is_new_rows(node: Node) -> bool:
 
 
 def is_overwritten(base: Node) -> bool:
+    """Whether the graph copies a value into ``base``."""
     return any(user.target is aten.copy_.default and user.args[0] is base for user in base.users)
 
 
@@ -80,4 +82,5 @@ def leads_to(node: Node, later: Node) -> bool:
 
 
 def count_uses(node: Node, user: Node) -> int:
+    """The number of times that ``node`` is an argument of ``user``."""
     return sum(leaf is node for leaf in tree_leaves((user.args, user.kwargs)))

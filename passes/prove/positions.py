@@ -13,6 +13,7 @@ from kvcompile.passes.graph.aten import shape_of
 
 
 def num_tokens_of(node: Node, axes: str) -> Any:
+    """The number of tokens of a cache value in the order ``axes``, an int or SymInt."""
     return shape_of(node)[axes.index("t")]
 
 

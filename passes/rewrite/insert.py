@@ -59,7 +59,7 @@ def insert_store(
         graph: the graph.
         data: packed data.
         layout: layout of ``data``.
-        x: new tokens [batch of x, num_kv_heads, n, head_dim], of all sequences or of neighbouring ones.
+        x: new tokens [batch of x, num_kv_heads, n, head_dim], of all or of neighbouring sequences.
         positions: positions of the tokens, int64 [n] or [batch of x, n].
         valid: which tokens are written, bool of the shape of ``positions``; None for all.
         first_sequence: the first of the neighbouring sequences; None if ``x`` is of all sequences.

@@ -150,7 +150,7 @@ class _Splitter:
         gone = {stack.node, *stack.states, *stack.lists, *stack.parts, *stack.sizes}
         if stack.write_back is not None:
             gone.add(stack.write_back)
-            # All values are made before the first input is overwritten, as they were for the one tensor.
+            # All values are made before the first input is overwritten, as they were for the single tensor.
             written = {part: self._node_of(value) for part, value in stack.written.items()}
             with graph.inserting_before(stack.write_back):
                 for part, value in written.items():

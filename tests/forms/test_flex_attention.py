@@ -274,7 +274,7 @@ REFUSED = {
     sine: "sin is applied",
     square: "combines scores with scores",
     scale_of_each_key: "varies along the keys",
-    sum_of_a_row: "calls sum, which does not only compute with numbers",
+    sum_of_a_row: "calls sum, which is not an element-wise operation on numbers",
     mask_of_keys_at_runtime: "gt is applied",
     masked_by_two_constants: "masked by different constants, -3.40282e+38 and -1e+09",
 }
