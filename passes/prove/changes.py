@@ -26,7 +26,7 @@ def permutations_of(node: Node, axes: str) -> Iterator[tuple[Node, str]]:
 
 
 def keeps_values(node: Node) -> bool:
-    """Whether ``node`` is a copy, a cast, a permutation or another view with all values of its operand."""
+    """Whether ``node`` copies or permutes its operand, views a pool, or expands its operand to the same size."""
     is_same = node.target in SAME_OPS or node.target is POOL_VIEW or permutes_dims(node)
     return is_same or (node.target is aten.expand.default and same_sizes(shape_of(node), shape_of(node.args[0])))
 
