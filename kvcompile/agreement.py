@@ -1,4 +1,4 @@
-"""The agreement of ranks on the outcome of each step that they take together: a graph, or the split of plain caches.
+"""Agreement between ranks on the outcome of each joint step: the compilation of a graph, or the split of plain caches.
 
 Every rank writes its outcome to the key-value store of its process group, and reads the outcomes of the others. No
 collective runs, so a rank that fails leaves no other rank in a collective. The store of ``torch.distributed`` serves
@@ -50,7 +50,7 @@ class Agreement:
         self._is_settled = False
 
     def exchange(self, value: Any) -> list[Any]:
-        """``value`` of all ranks, in the order of the ranks. JSON must be able to hold it.
+        """The values that all ranks pass, in the order of the ranks. JSON must be able to represent ``value``.
 
         Raises:
             RankError: another rank has failed, or has not answered in time.

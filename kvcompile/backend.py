@@ -142,16 +142,17 @@ def _together(options: Any, given: Mapping[str, Any]) -> Any:
 
 
 GenerateCode = Callable[[Packing | None], Callable[..., Any]]
-"""Takes a rewritten graph; returns a function from the list of its inputs, which it may change, to its outputs.
+"""Takes a rewritten graph, or None for a graph that stays plain. Returns a function that computes the graph's outputs.
 
-Takes None for a graph that stays plain; the function then gets each input as an argument.
+For a rewritten graph, the function takes one list of inputs and may change this list. For a plain graph, each input is
+an argument.
 """
 
 
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions, generate_code: GenerateCode | None = None
 ) -> Callable[..., Any]:
-    """The compiled graph of Dynamo. ``generate_code`` takes the place of Inductor."""
+    """Compile Dynamo's graph. ``generate_code`` takes the place of Inductor."""
     compiler = _GraphCompiler(gm, list(example_inputs), options, generate_code)
     try:
         with compiler.stages.compiling():
@@ -323,7 +324,7 @@ class _GraphCompiler:
     def _compile_packed(self) -> Any:
         if self.is_ahead_of_time:
             check_storable(is_divided=self.options.shard is not None or self.shards.are_used)
-            return self._compile_with(self.marked, uuid4().hex)  # no code that Inductor's cache keeps is loaded
+            return self._compile_with(self.marked, uuid4().hex)  # a random key finds no code in the cache
         digest = self._digest(self.inputs)
         sizes = sizes_of(self.example_inputs)
         if digest is None or sizes is None:
@@ -472,7 +473,8 @@ class _GraphCompiler:
     def _logical_inputs(self) -> list[Any]:
         """The example inputs, with plain fakes in the place of packed caches and of inputs that may be plain caches.
 
-        AOTAutograd's key must be the same before and after a cache is packed, and tells fakes from real tensors.
+        AOTAutograd's key must be the same before and after a cache is packed. The key differs between fakes and real
+        tensors.
         """
         fake_mode = detect_fake_mode(self.example_inputs)
         assert fake_mode is not None, "Dynamo traces in a fake mode"

@@ -84,7 +84,7 @@ def check_agreement(agreement: Agreement, sites: Sequence[Site]) -> None:
 
 
 def first_difference(sites: Sequence[list[str | None]], others: Sequence[list[str | None]]) -> str:
-    """A text on the decision of ``sites`` at the first site where ``others`` decided otherwise."""
+    """The decision in ``sites`` at the first site where ``others`` has another decision, as text for a message."""
     for index, (module, reason) in enumerate(sites):
         if index >= len(others) or others[index] != [module, reason]:
             return f"attention in {module or 'no module'} is {'packed' if reason is None else f'refused ({reason})'}"

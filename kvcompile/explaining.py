@@ -27,7 +27,7 @@ def explain(
 ) -> Report:
     """Compile ``model`` for these arguments, run it once, and report the outcome of every attention site.
 
-    The run records no gradients and works on copies of the arguments and of the model's buffers, so it neither writes
+    The run records no gradients. It works on copies of the arguments and of the model's buffers, so it neither writes
     nor packs a cache of the caller. Parameters are shared. Code that was compiled before is neither used nor dropped.
 
     Args:

@@ -1,4 +1,5 @@
 """Functions with which users make, save and load packed caches.
 
-This room imports packed and policy. Only this room and evaluation import Transformers.
+This room imports packed, policy, files, kernels, the contracts of passes, and ``context_parallel.py``. Its functions
+import Transformers.
 """

@@ -43,7 +43,7 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
         complete, mode = Path(folder, "complete"), Path(folder, "mode")
         write(complete)
         mode.touch()
-        complete.chmod(stat.S_IMODE(mode.stat().st_mode))  # as the umask says; safetensors writes private files
+        complete.chmod(stat.S_IMODE(mode.stat().st_mode))  # the umask's mode; safetensors makes private files
         _flush(complete)
         complete.replace(path)
         _flush(path.parent)

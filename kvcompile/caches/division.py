@@ -1,7 +1,7 @@
 """Division of the tensors of a cache among ranks, by heads and by tokens.
 
 The saved description (:mod:`kvcompile.caches.description`) has the sizes of the whole cache. The functions of this file
-compute them from the sizes of one rank, and compute the sizes of one rank for any number of ranks.
+convert between these sizes and the sizes of one rank, for any number of ranks.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def save_cache(
         CacheFileError: the cache contains an unsupported object, and the message names its place; the cache holds no
             tensors; ``path`` is a symbolic link or not a regular file; ``metadata`` has an entry that the file needs
             itself; or the ranks hold different caches. If one rank fails, every rank raises its error.
-        OptionsError: ``context_parallel`` or ``tensor_parallel`` is something else.
+        OptionsError: an option is neither a DeviceMesh of one dimension nor a process group with this process.
         OSError: the file cannot be written.
     """
     path, ranks = Path(path), Ranks.of(context_parallel, tensor_parallel, "save_cache")
@@ -131,7 +131,7 @@ def load_cache(
             version of Transformers or from another model, has other ``metadata``, or its bytes contradict its
             description; a file of the folder is missing or belongs to another save; or the ranks cannot divide the
             cache. If one rank fails, every rank raises its error.
-        OptionsError: ``context_parallel`` or ``tensor_parallel`` is something else.
+        OptionsError: an option is neither a DeviceMesh of one dimension nor a process group with this process.
         OSError: the file cannot be read.
     """
     path, ranks = Path(path), Ranks.of(context_parallel, tensor_parallel, "load_cache")

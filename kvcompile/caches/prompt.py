@@ -57,7 +57,7 @@ def _update(
     if not exact or reads_packed(keys.shape[2]):
         packed: tuple[Tensor, ...] = update()
         return packed
-    slots = torch.arange(keys.shape[2], device=keys.device) + layer.cumulative_length  # which the update changes
+    slots = torch.arange(keys.shape[2], device=keys.device) + layer.cumulative_length  # the update changes this length
     returned = tuple(
         cache.with_new_tokens(NewTokens(x.to(cache.dtype), slots))
         for cache, x in zip(update(), (keys, values), strict=True)

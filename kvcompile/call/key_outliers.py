@@ -68,9 +68,9 @@ class KeyOutliers:
         usual, kept = (max(0.0, -math.log2(error)) for error in (self.usual_error, self.relative_error))
         return (
             f"{self.module or 'attention at top level'}: its keys have outlier channels, {self.ratio:.0f} times the "
-            f"median one: {self.format} keeps {kept:.1f} bits of the median channel, and {usual:.1f} where channels "
-            f"have equal variance; give this layer `key: {{dtype: {self.remedy}}}`, or let `python -m kvcompile eval "
-            "--promote` write the policy"
+            f"median channel: {self.format} keeps {kept:.1f} bits of the median channel, and {usual:.1f} where "
+            f"channels have equal variance; give this layer `key: {{dtype: {self.remedy}}}`, or let `python -m "
+            "kvcompile eval --promote` write the policy"
         )
 
 

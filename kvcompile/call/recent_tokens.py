@@ -2,9 +2,9 @@
 
 A layout with a residual keeps the blocks written last in full precision. In a cache that was made of zeros and filled
 from its start, these blocks end with the last nonzero token. A cache from ``torch.empty`` has arbitrary values after
-the written tokens, so its last block would be kept instead of the block that is being filled. If the keys of the latter
-block share scales, arbitrary values in its free slots would then round away the written tokens. The first position that
-the call writes shows where the written tokens end.
+the written tokens, so its last block would be kept instead of the block that is being filled. If keys share scales
+within a block, arbitrary values in the free slots of the block that is being filled would then round away its written
+tokens. The first position that the call writes shows where the written tokens end.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A compiled function that ``aot_compile`` stores in a file. Another process runs it without a trace and without the
-passes.
+"""A compiled function that ``aot_compile`` stores in a file. Another process runs it without tracing and passes.
 
 PyTorch stores the guards and Dynamo's bytecode. The file also has the code of Inductor with the plan of a call
 (:class:`~kvcompile.call.packed_code.PackedCode`), the list of caches that a call packs, and the entry of the report.
-The formats are part of all of this, so the policy is not read again. A file of other code of kvcompile, or of another
-PyTorch, is refused.
+The formats are part of all of this, so the policy is not read again. A file from other code of kvcompile, or from
+another PyTorch, is refused.
 """
 
 from __future__ import annotations
@@ -165,8 +164,8 @@ class StoredCall(StoredCode):
             if found is None or not _has_bytes_of(found, action):
                 raise PackageError(
                     f"{in_words(source) or source}: the stored function takes a cache in {_in_words(action)}, not "
-                    f"{'this view of one' if found is None else _in_words(found)}; make a function for it with "
-                    "aot_compile"
+                    f"{'this view of a packed cache' if found is None else _in_words(found)}; make a function "
+                    "for it with aot_compile"
                 )
             if type(value) is PackedTensor:
                 self._known[action.index] = value.cache_meta

@@ -50,7 +50,7 @@ Promote = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.yaml",
-        help="Raise the formats of layers with outlier keys, and write the policy; takes one policy.",
+        help="Give layers with outlier keys a format that stores them well, and write the policy; takes one policy.",
     ),
 ]
 Recall = Annotated[
@@ -110,7 +110,7 @@ def evaluate(
         raise EvaluationError("--policies: the list is empty; name presets or files, such as int8_per_token_head")
     parsed = [Policy.load(name) for name in names]
     if promote is not None and len(parsed) != 1:
-        raise EvaluationError(f"--promote raises one policy, and --policies names {len(parsed)}; name one")
+        raise EvaluationError(f"--promote changes one policy, and --policies names {len(parsed)}; name one")
     if plot is not None:
         check_plot(plot)
     check_writable(output, plot, promote)

@@ -69,8 +69,8 @@ def untested(version: str) -> str | None:
         return None
     return (
         f"PyTorch {version} is newer than {'.'.join(map(str, newest))}, the newest release that this kvcompile was "
-        "tested with; `python -m kvcompile doctor --try` checks this machine, and a newer kvcompile may be tested "
-        "with it"
+        "tested with; `python -m kvcompile doctor --try` checks this machine, and a newer kvcompile may support "
+        "this PyTorch"
     )
 
 

@@ -21,7 +21,8 @@ class Calibration:
         model: a Hugging Face causal language model.
         tokens: int64 [n]; the first SAMPLE_TOKENS are read.
         policies: the policies to examine.
-        tap: a tap of the model, which need not be traced again if it has read as many tokens; None makes one.
+        tap: an :class:`AttentionTap` of the model; None makes one. Dynamo does not trace the model again if the tap has
+            already read the same number of tokens.
     """
 
     def __init__(self, model: Any, tokens: Tensor, policies: Sequence[Policy], tap: AttentionTap | None = None) -> None:

@@ -1,8 +1,8 @@
 """The gradients of a model's loss with respect to the keys and values of its attention layers.
 
 The loss is the negative log-likelihood of tokens that the model draws itself, so that second moments of the gradients
-are the Fisher information: ``(e . g)**2 / 2``, summed over the vectors of a text, estimates the divergence of the
-predictions due to errors ``e`` of keys or values with the gradients ``g``.
+are the Fisher information. Let ``e`` be the error of a key or value, and ``g`` its gradient. The sum of
+``(e . g)**2 / 2`` over the vectors of a text then estimates the divergence of the predictions due to these errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def calls_with_gradients(
     """The attentions of a model on a window, by module, after a backward pass.
 
     Args:
-        tap: the model, inside :func:`differentiable_inputs`.
+        tap: the :class:`AttentionTap` of a model, inside :func:`differentiable_inputs`.
         window: int64 [n], the tokens that the model reads.
         generator: draws the tokens of the loss, on the CPU.
         first_position: the position of the first token; None leaves positions to the model.

@@ -72,7 +72,7 @@ def evaluate(
         policies: anything that :meth:`kvcompile.policy.policy.Policy.load` takes.
         model_name: the name of the model in the result.
         exact_prompt: whether the prefill attends to its own tokens as the policy says, by default in full precision.
-        tap: a tap of the model for the calibration, or None; see :class:`Calibration`.
+        tap: an AttentionTap of the model for the calibration, or None; see :class:`Calibration`.
         on_progress: called for every step.
         on_result: called after every policy.
 

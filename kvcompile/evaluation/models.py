@@ -109,12 +109,12 @@ def _files_of(name: str) -> Iterator[dict[str, Any]]:
         except OSError as error:
             raise OSError(
                 "no such folder, not among the files downloaded before, and the Hugging Face hub does not answer "
-                f"({one_line(failure)})"
+                f"({one_line(failure)}); give a model's folder"
             ) from error
 
 
 def _is_on_hub(name: str) -> bool:
-    """Whether a name belongs to a model on the hub; OSError if it is a path without a model or config"""
+    """Whether a name belongs to a model on the hub; OSError if it is a path without a model or config."""
     if name.endswith(".json"):
         check_file(Path(name), MAX_CONFIG)
     elif is_folder(Path(name)):

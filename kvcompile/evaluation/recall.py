@@ -32,7 +32,7 @@ class Recalled:
     Attributes:
         distance: the largest distance between a number and its answer, in tokens.
         questions: the number of questions.
-        recalled: the fraction of answers of which the model predicts every token as the most likely token.
+        recalled: the fraction of answers in which every token is the model's most likely token.
         reference: this fraction for the unquantized model.
         divergence: mean Kullback-Leibler divergence from the unquantized model at the tokens of the answers, in nats.
     """

@@ -27,7 +27,8 @@ class PolicyResult:
         effective_bits: bits per element of the cache, with metadata, padding and exact tokens.
         packed_bits: bits per element without exact tokens.
         exact_tokens: number of tokens that a cache can keep in full precision, on average over all keys and values.
-        exact_share: the fraction of the tokens of a window that are in full precision, on average over the same.
+        exact_share: the fraction of the tokens of a window that are in full precision, on average over all keys and
+            values.
         quality: bits per byte or perplexity.
         change: the relative increase of the metric over the reference.
         change_error: standard error of ``change``, from the differences of the losses of single tokens, which are

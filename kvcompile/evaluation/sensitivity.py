@@ -186,7 +186,7 @@ def estimate_divergences(
 
     Args:
         model: the model.
-        tap: access to its attentions.
+        tap: the :class:`AttentionTap` of the model.
         windows: int64 [num_windows, tokens].
         halves: key caches and value caches of the model. A cache that no gradient reaches gets no formats.
         formats: the formats to consider; a format that cannot hold a cache is skipped there.
@@ -251,7 +251,7 @@ def measure_divergences(
 
     Args:
         known: the estimates.
-        tap: the model.
+        tap: the :class:`AttentionTap` of the model.
         windows: int64 [num_windows, tokens].
         exact: the logits of the unquantized model for each window.
         wanted: the caches, and the formats to measure in each.

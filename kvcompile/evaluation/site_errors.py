@@ -1,8 +1,8 @@
 """The errors of formats in each attention of a model, measured separately on exact keys and values.
 
 In a compiled model, the error of a layer's output contains the errors of all layers before it. Here every layer gets
-the queries, keys and values of the unquantized model, so each error belongs to one layer, and one run of the model
-measures many formats.
+the queries, keys and values of the unquantized model. Each error therefore belongs to one layer, and one run of the
+model measures many formats.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def measure_sites(
     """The errors of every module, summed over windows.
 
     Args:
-        tap: the model.
+        tap: the :class:`AttentionTap` of the model.
         windows: int64 [tokens] each.
         wanted: the format pairs to measure at a site that can be packed.
         on_site: called for every module in every window, before the measurement.
@@ -96,7 +96,7 @@ def divergence_when(
     The rest of the model computes in its own dtype. In bfloat16 the divergence therefore contains rounding errors.
 
     Args:
-        tap: the model.
+        tap: the :class:`AttentionTap` of the model.
         windows: int64 [tokens] each.
         exact: the logits of the unquantized model for each window.
         module: the module that computes attention.

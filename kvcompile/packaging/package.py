@@ -25,8 +25,8 @@ MAX_ERROR = 1e-2
 """The largest allowed relative error of the outputs of a package in float32, which sums in another order."""
 
 MAX_ROUNDING_ERROR = 0.1
-"""The same in half precision, and the largest allowed relative error of the vectors in caches. Vectors that differ in
-their last bits may get codes that differ by one, and at 4 bits or less this is a tenth of a vector's largest number."""
+"""The same in half precision, and the largest allowed relative error of the vectors in caches. A difference in the
+last bits of a vector may change a code by one. At 4 bits or less, this is a tenth of the vector's largest number."""
 
 
 def package(

@@ -30,11 +30,13 @@ PLAIN = (Tensor, torch.nn.Parameter)
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 CPU_ROWS = 4
-"""Up to this many query rows (query heads of a KV head times q_len), a CPU is faster on packed bytes than on values."""
+"""Up to this many query rows (query heads of a KV head times q_len), a CPU attends to packed bytes, which is faster."""
 
 FLOAT32_ROWS = 127
-"""Up to this many query rows, a GPU attends to packed bytes in float32, and otherwise to dequantized values: without
-new tokens, float32 uses the decode kernel, which is for few rows (:mod:`kvcompile.kernels.attention.launch_prefill`).
+"""Up to this many query rows in float32, a GPU attends to packed bytes, otherwise to dequantized values.
+
+Without new tokens, float32 uses the decode kernel, which is for few rows
+(:mod:`kvcompile.kernels.attention.launch_prefill`).
 """
 
 Caches = tuple[PackedTensor, PackedTensor]

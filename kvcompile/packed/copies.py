@@ -212,7 +212,7 @@ def _append(cache: PackedTensor, others: Sequence[Tensor], dim: int) -> PackedTe
         if list(other.shape) != expected:
             raise RuntimeError(
                 f"cat: a tensor of shape {tuple(other.shape)} does not extend a packed cache of shape "
-                f"{tuple(cache.shape)} along dimension {dim}"
+                f"{tuple(cache.shape)} along dimension {dim}; only this dimension may differ"
             )
     result = cache.extended(sum(other.shape[dim] for other in others))
     begin = cache.shape[dim]

@@ -1,7 +1,7 @@
 """Operators on a stack whose parts are ranges of channels: operators of the divided stack, on divided arguments.
 
-A slice of the last dimension that is one range is a view of this part. Operators that mix ranges, or divide one, have
-no handler here. They follow the general rules.
+A slice of the last dimension that covers exactly one range is a view of this part. Operators that mix or divide ranges
+have no handler here. They follow the general rules.
 """
 
 from __future__ import annotations

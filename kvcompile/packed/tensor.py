@@ -191,8 +191,8 @@ class PackedTensor(PackedSubclass):
         if axes not in WHOLE_AXES:
             raise ValueError(
                 f"axes are {axes!r}; valid axes are {', '.join(WHOLE_AXES)} for batch (b), heads (h), tokens (t) and "
-                "channels (d), or heads and channels together (m); a cache of one head may lack h, and a cache of one "
-                "sequence or a pool of slots b"
+                "channels (d), or heads and channels together (m); a cache of one head may lack h; a cache of one "
+                "sequence, or a pool of slots, may lack b"
             )
         sizes = sizes_by_axis(shape, axes, layout.head_dim)
         if sizes is None:
@@ -481,7 +481,7 @@ class PackedTensor(PackedSubclass):
         data = self.packed.clone(memory_format=torch.contiguous_format)
         layout = (meta.layout.spec, meta.layout.role, meta.layout.head_dim)
         fields = (meta.dtype, meta.axes, meta.start, meta.growing)
-        basis = "" if data.is_meta else meta.layout.format.basis  # numbers of a cache without data serve nothing
+        basis = "" if data.is_meta else meta.layout.format.basis  # a cache without data needs no basis
         return rebuild_packed_tensor, (data, layout, fields, tuple(self.shape), bases.root(basis) if basis else {})
 
 

@@ -12,10 +12,11 @@ The modules only do arithmetic. Each builds on the modules above it:
     weights           parameters -> bytes in memory, and bytes that a decode step reads
     capacity          bytes and a budget -> users, tokens
     devices           names of GPUs -> bandwidths
+    ranks             several GPUs -> the share of one GPU, and the data that they exchange
     decode_time       bytes and a bandwidth -> seconds of a decode step, and the context from which a policy is faster
     plan              the answer to one request, as data
     make_plan         the whole calculation for one request
 
-``kvcompile.cli.plan`` reads the request and prints the result. This room imports files, policy, and the formats and
-layouts of kernels.
+``kvcompile.cli.plan`` reads the request and prints the result. This room imports files, policy, the format
+pairs of passes, and the formats and layouts of kernels.
 """

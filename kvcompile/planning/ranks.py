@@ -65,7 +65,7 @@ class Ranks:
         return self.tensor_parallel * self.context_parallel
 
     def caches(self, model: ModelCaches) -> ModelCaches:
-        """The caches of a rank whose tokens are not divided.
+        """The caches of a rank that holds its share of the heads and all tokens.
 
         Raises:
             PlanError: tensor parallel does not divide the heads.

@@ -312,8 +312,8 @@ class ReportData:
         """The distinct packed caches. Each graph that uses a cache reports it.
 
         Caches are skipped in graphs whose calls all ran as plain Inductor would. Within a graph, a cache is identified
-        by its source. In another graph it may have another source, so across graphs it is identified by its module, its
-        role, and its place among the caches with the same module and role.
+        by its source. In another graph the same cache may have another source. Across graphs, a cache is therefore
+        identified by its module, its role, and its place among the caches with the same module and role.
         """
         caches: dict[tuple[str, str, int], CacheSummary] = {}
         for graph in self.graphs:

@@ -84,7 +84,7 @@ def test_a_warning_names_layer_ratio_and_remedy() -> None:
     assert found.ratio == pytest.approx(64, rel=0.2)
     assert found.remedy == "fp8_e4m3"
     assert str(found).startswith("model.layers.3.self_attn: its keys have outlier channels, ")
-    assert f"{found.ratio:.0f} times the median one" in str(found)
+    assert f"{found.ratio:.0f} times the median channel" in str(found)
     assert "`key: {dtype: fp8_e4m3}`" in str(found)
 
 

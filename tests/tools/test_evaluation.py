@@ -284,7 +284,7 @@ def test_the_examples_run_up_to_the_evaluation(folder: Path, monkeypatch: pytest
         ("--plot quality.txt", "--plot quality.txt: the name must end in .png, .svg, .pdf"),
         ("--plot nowhere/quality.png", "nowhere/quality.png: its folder does not exist"),
         ("--output .", ".: Is a directory"),
-        ("--policies fp8_e4m3,int4_unrotated --promote p.yaml", "--promote raises one policy, and --policies names 2"),
+        ("--policies fp8_e4m3,int4_unrotated --promote p.yaml", "--promote changes one policy, and --policies names 2"),
     ],
 )
 def test_mistakes_are_plain_lines(folder: Path, command: str, message: str) -> None:
