@@ -84,7 +84,7 @@ ROWS_OF_ANOTHER = {10: 9, 12: 8}
 """Maps a compute capability without measurements to one with as much shared memory, whose rows are used for it."""
 
 SCRATCH_NBYTES = 8 << 10
-"""Shared memory of a decode program besides its query and the tiles that it loads ahead."""
+"""Shared memory of a decode program besides its query and the tiles that it loads ahead, if its warps exchange data."""
 RESERVED_NBYTES = 1 << 10
 """Shared memory that a multiprocessor reserves for each program."""
 
@@ -119,7 +119,8 @@ def attention_config(
     config = _tuned_config(capability, key, value, rows, mask_per_row, float32, narrow)
     tile_nbytes = _tile_nbytes(config, key, value, least_bits=0)
     itemsize = 4 if float32 or key.tile_bits == 32 else 2
-    shared_nbytes = SCRATCH_NBYTES + config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
+    shared_nbytes = SCRATCH_NBYTES if config.num_warps > 1 else 0
+    shared_nbytes += config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
     if capability == 9 and not float32 and key.tile_bits < 32:  # the rows of Hopper were measured with this rule
         num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
         config = replace(config, num_stages=min(config.num_stages, num_tiles))

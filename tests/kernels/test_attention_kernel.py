@@ -450,9 +450,11 @@ GPUS = {
         ("turboquant_4bit", "turboquant_4bit", 128, (3, 2, 4, 4, 4, 2, 1), (2, 2, 3, 3, 3, 2, 2)),
         (INT8, INT8, 128, (3, 2, 2, 2, 2, 2, 1), (2, 2, 4, 4, 4, 2, 2)),
         ("turboquant_3bit", "turboquant_3bit", 128, (2, 2, 2, 8, 8, 2, 1), (2, 2, 3, 3, 3, 2, 2)),
+        ("turboquant_3.5bit", "turboquant_3.5bit", 128, (2, 2, 6, 6, 5, 2, 1), (2, 2, 2, 2, 2, 2, 2)),
+        ("turboquant_3.5bit", "turboquant_3.5bit", 96, (2, 2, 5, 5, 5, 2, 1), (2, 2, 2, 2, 2, 2, 2)),
         ("bfloat16", "bfloat16", 128, (2, 1, 1, 1, 1, 1, 1), (2, 2, 3, 3, 3, 2, 1)),
         ("bfloat16", "bfloat16", 256, (1, 1, 2, 2, 1, 1, None), (2, 1, 2, 2, 2, 1, None)),
-        ("float32", "float32", 256, (1, None, 2, 2, 1, None, None), (1, None, 1, 1, 1, None, None)),
+        ("float32", "float32", 256, (1, None, 1, 1, 1, None, None), (1, None, 1, 1, 1, None, None)),
     ],
 )
 def test_programs_and_tiles_ahead_follow_from_the_shared_memory_of_a_multiprocessor(
