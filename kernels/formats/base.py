@@ -292,8 +292,12 @@ class Format(abc.ABC):
 
     def decode_levels(self, sections: dict[str, Tensor]) -> Tensor:
         """Decode in the stored basis: ``static_scale * (scale * level(code) + zero)``."""
-        planes = [self.levels(codes, i) for i, codes in enumerate(self.packing.planes(sections))]
-        x = planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+        packing = self.packing
+        if isinstance(packing, Packing) and packing.unpacks_in_vectors(sections["codes"].shape[-1]):
+            x = self.levels(packing.unpack(sections["codes"]))  # without a buffer for each plane
+        else:
+            planes = [self.levels(codes, i) for i, codes in enumerate(self.packing.planes(sections))]
+            x = planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
         if "scale" in sections:
             x = x * self.per_channel(sections["scale"], x.shape[-1])
         if "zero" in sections:

@@ -110,11 +110,13 @@ def few_tokens(
     """The bytes that :func:`write_tokens` changes with a residual, for few tokens; arguments as there.
 
     Returns:
-        int64 indices of blocks and sequences, and of heads and bytes if not whole blocks change; and the new bytes,
-        uint8. They are the arguments of an ``index_put`` on ``data``.
+        int64 indices of blocks, and of sequences if they change other blocks, and of heads and bytes if not whole
+        blocks change; and the new bytes, uint8. They are the arguments of an ``index_put`` on ``data``.
     """
-    data = _written(data, x, first_sequence)
-    index, values = token_update(data, layout, x, positions, valid).scatter(data, layout)
+    written = _written(data, x, first_sequence)
+    index, values = token_update(written, layout, x, positions, valid).scatter(written, layout)
+    if len(index) == 1 and first_sequence is not None:  # all sequences of x, by their numbers
+        index = (index[0][:, None], torch.arange(x.shape[0], device=data.device))
     return *_from_sequence(index, first_sequence), values
 
 

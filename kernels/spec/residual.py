@@ -39,6 +39,8 @@ from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, R
 MAX_FEW_TOKENS = 16
 """The most tokens of a write that encodes the block of each token. A larger write goes through all blocks."""
 
+LOG_BLOCK_TOKENS = BLOCK_TOKENS.bit_length() - 1
+
 _NOWHERE = 1 << 40
 """A block number that no cache has, so that writing there raises an error."""
 
@@ -150,24 +152,25 @@ class Update:
         The other bytes of these blocks are written back unchanged. Generated code then copies rows, and computes
         neither a place nor a value for single bytes.
         """
-        sequence, head = _sequences_and_heads(self.tags)
-        of_entry = layout.entry_blocks(self.entry[:, 0])  # [batch or 1, m]
-        number = torch.arange(1 + of_entry.shape[-1], device=data.device)
-        place = torch.where(number == 0, self._place(layout)[:, 0], of_entry[:, (number - 1).clamp(min=0)])
+        of_entry = layout.entry_blocks(self.entry[:, 0]).T  # [m, batch or 1]
+        number = torch.arange(1 + of_entry.shape[0], device=data.device)[:, None]
+        place = torch.where(number == 0, self._place(layout)[:, 0, 0], of_entry[(number[:, 0] - 1).clamp(min=0)])
         place = computed_once(place)
+        sequence, head = (torch.arange(size, device=data.device) for size in self.tags.shape[:2])
+        index = (place[:, 0],) if place.shape[1] == 1 else (place, sequence)
         row = place[..., None] * layout.rows_per_block + torch.arange(layout.rows_per_block, device=data.device)
-        token = (row - layout.first_row(self.entry[:, 0])[..., None]).unsqueeze(2)
-        row = row.unsqueeze(2)  # [batch or 1, 1 + m, 1, rows_per_block]
+        token = (row - layout.first_row(self.entry[:, 0])).unsqueeze(2)
+        row = row.unsqueeze(2)  # [1 + m, batch or 1, 1, rows_per_block]
 
-        # All values are [batch, 1 + m, num_kv_heads, rows_per_block, row_bytes], as they are stored.
-        old = data[place, sequence[:, 0]].unflatten(-1, (-1, layout.row_bytes))
-        new = _bytes_of_rows(self.rows)[sequence[..., None], head.view(1, 1, -1, 1), token.clamp(0, BLOCK_TOKENS - 1)]
-        tag_row = computed_once(layout.with_tag(old[:, 1, :, 0], self.entry, self.tags).to(torch.uint8))
-        packed = computed_once(self.packed(layout)).unflatten(-1, (-1, layout.row_bytes)).transpose(1, 2)
-        is_packed, is_tag = (number == 0)[:, None, None], row == 0
+        # All values are [1 + m, batch, num_kv_heads, rows_per_block, row_bytes], as they are stored.
+        old = data[index].unflatten(-1, (-1, layout.row_bytes))
+        new = _bytes_of_rows(self.rows)[sequence[:, None, None], head[:, None], token.clamp(0, BLOCK_TOKENS - 1)]
+        tag_row = computed_once(layout.with_tag(old[1, :, :, 0], self.entry, self.tags).to(torch.uint8))
+        packed = computed_once(self.packed(layout)).squeeze(2).unflatten(-1, (-1, layout.row_bytes))
+        is_packed, is_tag = (number == 0)[..., None, None], row == 0
         is_new = (token >= 0) & (token < BLOCK_TOKENS) & ~is_packed
-        values = _chosen([(is_packed, packed), (is_new, new), (is_tag & ~is_packed, tag_row[:, None, :, None])], old)
-        return (place, sequence[:, 0]), values.flatten(-2)
+        values = _chosen([(is_packed, packed), (is_new, new), (is_tag & ~is_packed, tag_row[:, :, None])], old)
+        return index, values.flatten(-2)
 
     def _place(self, layout: PackedLayout) -> Tensor:
         """The places of the blocks in the packed data. A negative block must not become a block of the header."""
@@ -233,7 +236,7 @@ def token_update(
     positions = torch.atleast_2d(positions).unsqueeze(1)  # [batch or 1, 1, n]
     valid = torch.atleast_2d(valid).unsqueeze(1) if valid is not None else None
     if is_few(x):
-        block = computed_once(positions // BLOCK_TOKENS)
+        block = positions >> LOG_BLOCK_TOKENS  # Inductor divides by a call, in each iteration of a loop
         place = block[..., None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=x.device)
         chosen = place[..., None] == positions[..., None, None, :]
         if valid is not None:

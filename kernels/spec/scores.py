@@ -27,10 +27,10 @@ def scores_of(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     if layout.residual is None:
         return scores
     # The same products with the tokens of all entries; exact blocks then take the scores of their entry.
-    keys = layout.rows(data).float()
-    rows = [(keys * row).sum(-1) for row in computed_once(q)[:, :, :, None, None].unbind(2)]
+    keys = layout.rows(data).float().unsqueeze(3)
+    of_entries = (keys * computed_once(q)[:, :, None, :, None]).sum(-1)
     entry, exact = holding_entries(data, layout)
-    exact_scores = torch.stack(rows, 3)[:, :, entry].permute(2, 0, 1, 3, 4)
+    exact_scores = of_entries[:, :, entry].permute(2, 0, 1, 3, 4)
     return torch.where(exact[..., None, None], exact_scores, scores)
 
 
