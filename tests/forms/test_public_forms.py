@@ -304,7 +304,7 @@ def added(k: Tensor, keys: Tensor) -> Tensor:
     [
         (channels_before_heads, (BATCH, MAX_LEN, -1), "channels_not_last", "its last dimension holds several heads"),
         (tokens_last, (BATCH, HEAD_DIM, NUM_KV_HEADS, MAX_LEN), "channels_not_last", "its last dimension holds tokens"),
-        (flattened, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "seen in 3 dimensions"),
+        (flattened, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "a view of the cache with 3 dimensions"),
         (added, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "replaces the whole cache"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sweep
 import torch
+import transformers
 from sweep_case import MAX_ERROR, CaseResult, left_alone, run_case
 from sweep_library import MAX_PARAMETERS, NotBuiltError, architecture_of, model_types
 from sweep_models import ARCHITECTURES
@@ -126,6 +127,8 @@ def test_missing_cases_have_no_result_or_are_eager_cases_of_a_type_without_sdpa(
 
 @pytest.mark.parametrize("model_type", ["bamba", "dbrx", "dots3_note_text", "qwen4_exp_text", "zamba2"])
 def test_chosen_fields_give_these_types_a_small_model_with_attention(model_type: str) -> None:
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"Transformers {transformers.__version__} lacks it")
     with torch.device("meta"):
         model = architecture_of(model_type).make(model_type, None)
     assert sum(weight.numel() for weight in model.parameters()) < MAX_PARAMETERS

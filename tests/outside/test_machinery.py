@@ -157,7 +157,11 @@ def attend(folder: Path, compile: Compile, wrong: bool = False) -> tuple[Tensor,
 def test_a_loop_on_packed_caches_gives_the_same_logits(tmp_path: Path) -> None:
     verdict = loops.judge(Reference("attend", "", attend), tmp_path)
     assert verdict.problems() == []
-    assert (verdict.sites, verdict.passed) == (2, 1)
+    assert verdict.passed == 1
+    assert verdict.sites in (
+        1,
+        2,
+    )  # one graph is enough for PyTorch 2.11, which compares no tensor of an unchanged dict
 
 
 def test_a_loop_with_other_logits_is_broken(tmp_path: Path) -> None:

@@ -103,6 +103,11 @@ def repeated(x: Tensor, one: int, other: int, turn: int) -> Tensor:
     return x.repeat(*((2,) if turn % 2 else ()), *(2 if dim == one % x.dim() else 1 for dim in range(x.dim())))
 
 
+def split(x: Tensor, one: int, other: int, turn: int) -> Tensor:
+    dim = one % x.dim()
+    return x.split(2, dim)[-1] if x.shape[dim] else x  # PyTorch 2.11 cannot trace a split of nothing
+
+
 VIEWS: dict[str, Callable[[Tensor, int, int, int], Tensor]] = {
     "select": lambda x, one, other, turn: x.select(one % x.dim(), (0, 1, -1)[other % 3]) if x.dim() > 1 else x,
     "slice": sliced,
@@ -118,7 +123,7 @@ VIEWS: dict[str, Callable[[Tensor, int, int, int], Tensor]] = {
     "expand": expanded,
     "repeat": repeated,
     "repeat_interleave": lambda x, one, other, turn: x.repeat_interleave(2, one % x.dim()),
-    "split": lambda x, one, other, turn: x.split(2, one % x.dim())[-1],
+    "split": split,
     "chunk": lambda x, one, other, turn: x.chunk(2, one % x.dim())[turn % 2 - 1],
     "unbind": lambda x, one, other, turn: x.unbind(one % x.dim())[other % 2] if x.dim() > 1 else x,
     "clone": lambda x, one, other, turn: x.clone(),
