@@ -155,9 +155,13 @@ class Update:
         of_entry = layout.entry_blocks(self.entry[:, 0]).T  # [m, batch or 1]
         number = torch.arange(1 + of_entry.shape[0], device=data.device)[:, None]
         place = torch.where(number == 0, self._place(layout)[:, 0, 0], of_entry[(number[:, 0] - 1).clamp(min=0)])
-        place = computed_once(place)
         sequence, head = (torch.arange(size, device=data.device) for size in self.tags.shape[:2])
-        index = (place[:, 0],) if place.shape[1] == 1 else (place, sequence)
+        if place.shape[1] == 1:  # the same blocks of all sequences
+            place = computed_once(place[:, 0])[:, None]
+            index: tuple[Tensor, ...] = (place[:, 0],)
+        else:
+            place = computed_once(place)
+            index = place, sequence
         row = place[..., None] * layout.rows_per_block + torch.arange(layout.rows_per_block, device=data.device)
         token = (row - layout.first_row(self.entry[:, 0])).unsqueeze(2)
         row = row.unsqueeze(2)  # [1 + m, batch or 1, 1, rows_per_block]

@@ -52,17 +52,22 @@ def pass_marks_on(outer: Tensor, inner: Tensor, inner_dims: Mapping[int, int]) -
         inner_dims: maps a dimension of ``outer`` to the dimension of ``inner`` that determines its size. Dimensions of
             ``outer`` that depend on no size of ``inner`` are missing.
     """
-    if outer.__dict__.keys().isdisjoint(_INNER_MARKS):
-        return  # the common case; looking up a missing attribute of a tensor takes a microsecond
+    if not is_marked(outer):
+        return
     for mark, inner_mark in _INNER_MARKS.items():
         dims = {inner_dims[dim] for dim in getattr(outer, mark, ()) if dim in inner_dims}
         if dims:
             _mark(inner, inner_mark, dims)
 
 
+def is_marked(tensor: Tensor) -> bool:
+    """Whether a dimension of ``tensor`` has a mark. Looking up a missing attribute would take a microsecond."""
+    return not tensor.__dict__.keys().isdisjoint(_MARKS)
+
+
 def drop_marks(tensor: Tensor) -> None:
     """Remove every mark that ``mark_dynamic``, ``maybe_mark_dynamic`` and ``mark_static`` set on a tensor."""
-    if not tensor.__dict__.keys().isdisjoint(_MARKS):
+    if is_marked(tensor):
         for mark in _MARKS:
             tensor.__dict__.pop(mark, None)
 

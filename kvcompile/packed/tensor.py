@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on, read_by_guards
+from kvcompile.compat.dimension_marks import drop_marks, is_marked, mark_weakly_dynamic, pass_marks_on, read_by_guards
 from kvcompile.compat.tensors import is_autograd_view, new_wrapper
 from kvcompile.kernels.formats import bases
 from kvcompile.kernels.layout.axes import WHOLE_AXES, from_stored_order, in_stored_order, sizes_by_axis
@@ -305,7 +305,8 @@ class PackedTensor(PackedSubclass):
         """
         packed = self.packed
         drop_marks(packed)
-        pass_marks_on(self, packed, _packed_dims(self.axes))
+        if is_marked(self):
+            pass_marks_on(self, packed, _packed_dims(self.axes))
         return packed
 
     def packed_for_write(self) -> Tensor:
