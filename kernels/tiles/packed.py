@@ -355,10 +355,7 @@ def decode_rows(block_ptr, first_row, static_scale, OPERAND: tl.constexpr, TOKEN
         codes = (codes.to(tl.int32) >> (OPERAND.low_bits * plane)) & ((1 << OPERAND.low_bits) - 1)
     NUM_HIGH: tl.constexpr = OPERAND.num_high
     for k in tl.static_range(NUM_HIGH):
-        WIDTH: tl.constexpr = OPERAND.high_widths[k]
-        high = _load_column(block_ptr, token, column % WIDTH, OPERAND.high_offsets[k], tl.uint8, WIDTH, OPERAND)
-        bit = (high.to(tl.int32) >> (8 // OPERAND.high_planes[k] * plane + column // WIDTH)) & 1
-        codes |= tl.where(plane < OPERAND.high_planes[k], bit, 0) << (OPERAND.low_bits + k)
+        codes |= _high_bit_of_columns(block_ptr, token, column, plane, k, OPERAND) << (OPERAND.low_bits + k)
     x = OPERAND.codec.levels(codes, 0, OPERAND)
     OTHER_PLANES: tl.constexpr = OPERAND.num_planes - 1
     for i in tl.static_range(OTHER_PLANES):
@@ -418,6 +415,16 @@ def _word_bits_of_columns(block_ptr, token, column, TILE: tl.constexpr, OPERAND:
         byte = _load_column(block_ptr, token, column % WIDTH, OFFSET, tl.uint8, WIDTH, OPERAND).to(tl.int32)
         bits = (byte >> (column // WIDTH * BITS)) & ((1 << BITS) - 1)
     return bits << BEGIN
+
+
+@jit
+def _high_bit_of_columns(block_ptr, token, column, plane, K: tl.constexpr, OPERAND: tl.constexpr):
+    """The bit of each code in high section K, int32; 0 for planes without such a bit."""
+    WIDTH: tl.constexpr = OPERAND.high_widths[K]
+    PLANES: tl.constexpr = OPERAND.high_planes[K]
+    high = _load_column(block_ptr, token, column % WIDTH, OPERAND.high_offsets[K], tl.uint8, WIDTH, OPERAND)
+    bit = (high.to(tl.int32) >> (8 // PLANES * plane + column // WIDTH)) & 1
+    return tl.where(plane < PLANES, bit, 0)
 
 
 @jit

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from aot_compilation import GPUS
-from aot_devices import HEAD_DIMS, OF_FORMATS, PAGE, Case, all_cases, faults
+from aot_devices import FORMATS, HEAD_DIMS, OF_FORMATS, PAGE, RESIDUAL, WORDS, Case, all_cases, faults
 
 from kvcompile.kernels.lang.triton import INTERPRETED
 
@@ -60,3 +60,21 @@ def marks_of(case: Case) -> tuple[pytest.MarkDecorator, ...]:
 )
 def test_every_kernel_fits_the_gpu(case: Case) -> None:
     assert faults(case, case.compile()) == []
+
+
+BOTH_EXACT = [
+    (name, call) for name in (*FORMATS, *WORDS) if "channel" not in name for call in ("store", "step", "float32 step")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        pytest.param(*case, marks=() if case == ("turboquant_3.5bit", "store") else pytest.mark.slow)
+        for case in BOTH_EXACT
+    ],
+)
+def test_every_format_compiles_beside_tokens_in_full_precision(name: str, call: str) -> None:
+    """A step decodes a block that only keys or only values hold exactly, and a store a block that it opens again."""
+    kernels = Case(90, call, (name + RESIDUAL, name + RESIDUAL, 128)).compile()
+    assert max(kernel.shared for kernel in kernels) <= GPUS[90].multiprocessor.of_program

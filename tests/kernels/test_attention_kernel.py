@@ -338,6 +338,7 @@ def hide_packed_form(case):
         ("int2_per_channel" + ONE, "fp8_e5m2_scale0.37" + SINK, 128),
         ("fp8_e4m3_scale0.02" + BOTH, "fp8_e4m3_scale0.03" + BOTH, 100),
         (INT8, "turboquant_2.5bit" + BOTH, 300),
+        ("turboquant_3.5bit" + ONE, "turboquant_3.5bit" + BOTH, 150),
         ("turboquant_4bit" + BOTH, "int2_per_group_32" + ONE, 100),
         ("int3_unrotated" + SINK, "int3_unrotated" + ONE, 64),
     ],

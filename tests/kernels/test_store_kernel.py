@@ -227,6 +227,7 @@ RESIDUALS = [
     ("int4_unrotated[recent=1,sinks=1,{}]", "value"),
     ("int4_per_token_head[recent=1,sinks=0,{}]", "value"),
     ("fp8_e4m3[recent=0,sinks=1,{}]", "value"),
+    ("turboquant_3.5bit[recent=1,sinks=0,{}]", "value"),
 ]
 
 
