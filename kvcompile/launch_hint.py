@@ -23,7 +23,7 @@ _IS_QUIET = ContextVar("launch_hint_is_quiet", default=False)
 
 @contextlib.contextmanager
 def no_launch_hint() -> Iterator[None]:
-    """In the block, the hint is not given, because the caller has decided about CUDA graphs."""
+    """Inside the ``with`` block, the hint is not given, because the caller has decided about CUDA graphs."""
     token = _IS_QUIET.set(True)
     try:
         yield

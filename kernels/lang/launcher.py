@@ -44,7 +44,7 @@ _INSTEAD: ContextVar[Callable[[Launch], None] | None] = ContextVar("instead_of_l
 
 @contextlib.contextmanager
 def instead_of_launching(act: Callable[[Launch], None]) -> Iterator[None]:
-    """A block in which launches of this thread compile their kernels, and then call ``act`` instead of running them."""
+    """Inside the ``with`` block, launches of this thread compile their kernels, and call ``act`` and no kernel."""
     token = _INSTEAD.set(act)
     try:
         yield
@@ -58,7 +58,7 @@ def launches_nothing() -> bool:
 
 
 def compiling_only() -> contextlib.AbstractContextManager[None]:
-    """A block in which launches of this thread only compile their kernels. Their tensors may be fake tensors."""
+    """Inside the ``with`` block, launches of this thread only compile their kernels. Their tensors may be fake."""
     return instead_of_launching(lambda launch: None)
 
 

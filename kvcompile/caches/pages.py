@@ -85,7 +85,7 @@ def _layouts(pair: FormatPair, head_dim: int, dtype: torch.dtype, layer: int) ->
 
 @contextmanager
 def making_pages(formats: LayerFormats) -> Iterator[None]:
-    """In the block, this thread makes caches whose allocators pack their layers in ``formats``."""
+    """Inside the ``with`` block, this thread makes caches whose allocators pack their layers in ``formats``."""
     _install()
     _made_in_thread.formats = formats
     try:

@@ -19,7 +19,7 @@ from kvcompile.packed.tokens import ExactTokens
 def updating_layers(
     layers: Sequence[Any], *, exact: bool, look: Callable[[Any, Tensor], None] | None = None
 ) -> Iterator[None]:
-    """In the block, the layers report their new keys, and can attend to many new tokens in full precision.
+    """Inside the ``with`` block, the layers report their new keys, and can attend to many new tokens in full precision.
 
     Args:
         layers: static layers with packed keys and values.

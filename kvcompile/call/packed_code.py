@@ -54,7 +54,7 @@ _RECEIVER: ContextVar[Callable[[Outcome], None] | None] = ContextVar("receiver_o
 
 @contextlib.contextmanager
 def receiving_outcomes(receiver: Callable[[Outcome], None]) -> Iterator[None]:
-    """In the block, ``receiver`` gets the outcome of code that is loaded from AOTAutograd's cache."""
+    """Inside the ``with`` block, ``receiver`` gets the outcome of code that is loaded from AOTAutograd's cache."""
     token = _RECEIVER.set(receiver)
     try:
         yield

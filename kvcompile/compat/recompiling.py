@@ -46,7 +46,7 @@ def code_loader() -> Any:
 
 @contextlib.contextmanager
 def recompiling() -> Iterator[None]:
-    """Recompile, without caches of compiled code, every compiled function that any thread calls inside the block."""
+    """Inside the ``with`` block, recompile every compiled function that a thread calls, without caches of code."""
     compiled: list[CodeType] = []
 
     def remember(code: CodeType, new_code: CodeType) -> None:

@@ -37,7 +37,7 @@ _open_folder: Path | None = None
 
 @contextlib.contextmanager
 def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Report]:
-    """Dump everything that any thread compiles inside the block; ``index.md`` in the folder lists the files.
+    """Dump everything that any thread compiles inside the ``with`` block; ``index.md`` in the folder lists the files.
 
     The dump holds, for every graph that the backend compiles, the graph at each stage, with comments that name
     attention sites, and the code that Inductor generated; the program runs this dumped code. For the whole block it
@@ -87,7 +87,7 @@ def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Rep
 
 @contextlib.contextmanager
 def _dumping(dump: DumpFolder, depyf: bool) -> Iterator[None]:
-    """Write everything that is compiled inside the block to ``dump``."""
+    """Write everything that is compiled inside the ``with`` block to ``dump``."""
     write_depyf = dumping_with_depyf(dump.folder / DEPYF) if depyf else contextlib.nullcontext()
     with recompiling(), stages.watched_by(dump), _keeping_output_code(dump), write_depyf:
         yield

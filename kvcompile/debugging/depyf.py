@@ -34,7 +34,7 @@ def check_depyf() -> None:
 
 @contextlib.contextmanager
 def dumping_with_depyf(folder: Path) -> Iterator[None]:
-    """Dump everything that Dynamo compiles inside the block into ``folder``, in depyf's form."""
+    """Dump everything that Dynamo compiles inside the ``with`` block into ``folder``, in depyf's form."""
     from depyf.explain import enable_debugging
 
     problems: list[str] = []

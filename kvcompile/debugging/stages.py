@@ -66,7 +66,7 @@ _current: ContextVar[int | None] = ContextVar("kvcompile_graph", default=None)
 
 @contextlib.contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Show ``watcher`` all graphs that any thread compiles inside the block."""
+    """Show ``watcher`` all graphs that any thread compiles inside the ``with`` block."""
     global _watcher
     _watcher = watcher
     try:
@@ -112,7 +112,7 @@ class GraphStages:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Set :func:`current_graph` to this graph's number inside the block."""
+        """Set :func:`current_graph` to this graph's number inside the ``with`` block."""
         token = _current.set(self._number)
         try:
             yield

@@ -109,7 +109,7 @@ def sites_of_tap(tap: AttentionTap, tokens: Tensor) -> list[Site]:
 
 @contextlib.contextmanager
 def tapped(model: nn.Module, sites: list[Site]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Record the outputs of the modules of ``sites``, compiled or not, inside the block.
+    """Record the outputs of the modules of ``sites``, compiled or not, inside the ``with`` block.
 
     Attention at top level, or in a module that ``model`` does not hold, is not recorded.
 

@@ -57,7 +57,7 @@ def gradient(call: AttentionCall, role: Role) -> Tensor | None:
 
 @contextmanager
 def differentiable_inputs(model: Any) -> Iterator[None]:
-    """Let gradients reach all activations inside the block, but no weights other than the embedding's."""
+    """Let gradients reach all activations inside the ``with`` block, but no weights other than the embedding's."""
     embedding = model.get_input_embeddings()
     own = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:

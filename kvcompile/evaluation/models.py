@@ -178,7 +178,7 @@ def uncompiled(model: Any) -> Any:
 
 
 def running_eagerly() -> contextlib.AbstractContextManager[None]:
-    """Run everything eagerly inside the block, including submodules that were compiled separately."""
+    """Run everything eagerly inside the ``with`` block, including submodules that were compiled separately."""
     return torch.compiler.set_stance("force_eager")
 
 

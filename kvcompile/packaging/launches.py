@@ -60,7 +60,7 @@ def operators_in_python(gm: GraphModule) -> list[str]:
 
 @contextlib.contextmanager
 def tracing_launches() -> Iterator[None]:
-    """A block in which launches become calls of ``kvcompile_package::launch``, which a trace can hold."""
+    """A ``with`` block in which launches become calls of ``kvcompile_package::launch``, which a trace can hold."""
     load_operator()
     with instead_of_launching(lambda launch: torch.ops.kvcompile_package.launch(*arguments_of(launch))):
         yield

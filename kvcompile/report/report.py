@@ -113,7 +113,7 @@ def last_report() -> Report:
 
 @contextlib.contextmanager
 def collect_reports() -> Iterator[Report]:
-    """Collect the reports of all graphs that any thread compiles inside the block.
+    """Collect the reports of all graphs that any thread compiles inside the ``with`` block.
 
     If the block compiles no graph and calls no earlier graph with packed caches, the report ends with a note that says
     so: in some modes ``generate()`` of Transformers skips compiled code without a warning.

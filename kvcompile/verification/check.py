@@ -89,7 +89,7 @@ def verify(
 
 @contextmanager
 def _eager(gm: GraphModule) -> Iterator[None]:
-    """In the block, operators run in eager mode. Afterwards, the state of the random number generators is restored."""
+    """Inside the ``with`` block, operators run in eager mode. Afterwards, random number generators are restored."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     on_gpu = {value.device for value in values if isinstance(value, Tensor) and value.device.type == "cuda"}
     with torch.random.fork_rng(list(on_gpu)), torch.inference_mode(False), torch.no_grad():
