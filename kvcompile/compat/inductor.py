@@ -29,7 +29,8 @@ def views_by_method() -> Iterator[None]:
     """Generated Python code views a tensor in a dtype of another size by calling ``torch.Tensor.view``.
 
     Inductor calls an operator for such a view, which takes 6 us on a CPU, three times as long. The operator stays where
-    the nodes of Inductor differ from those known here.
+    the nodes of Inductor differ from the nodes known here. Dynamo compiles one graph at a time, so threads do not
+    disturb each other.
     """
     view = torch.ops.aten.view.dtype
     lower = lowerings[view]
