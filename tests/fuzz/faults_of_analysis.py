@@ -40,7 +40,7 @@ def views_of_a_cache_are_understood_without_a_look_at_their_users(original: Faul
     return faulty
 
 
-@fault(find, "share_memory")
+@fault(uses, "share_memory")
 def the_alias_check_of_outputs_is_dropped(original: Faulty) -> Faulty:
     return lambda one, other: False
 
