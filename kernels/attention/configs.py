@@ -123,8 +123,11 @@ def attention_config(
     shared_nbytes += config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
     if capability == 9 and not float32 and key.tile_bits < 32:  # the rows of Hopper were measured with this rule
         num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
-        config = replace(config, num_stages=min(config.num_stages, num_tiles))
-        return _with_padding(config, key, value, tile_nbytes, shared_nbytes, multiprocessor)
+        num_stages, programs = min(config.num_stages, num_tiles), config.programs_per_sm
+        if any(operand.width != operand.padded_width for operand in (key, value)):  # they were measured without padding
+            of_program = shared_nbytes + (num_stages - 1) * tile_nbytes + RESERVED_NBYTES
+            programs = max(1, min(programs, multiprocessor.shared_memory // of_program))
+        return replace(config, num_stages=num_stages, programs_per_sm=programs)
     other_nbytes = shared_nbytes
     # Packed codes become levels in registers. Floats pass through shared memory once more, and so do levels of words,
     # levels of unequal planes without inline PTX, and levels that have been multiplied by scales.
@@ -196,33 +199,6 @@ def _tile_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOpera
     """Bytes of a tile of keys and values, with at least ``least_bits`` for each channel."""
     bits = (max(operand.loaded_bits, least_bits * operand.padded_head_dim) for operand in (key, value))
     return config.tokens * sum(bits) // 8
-
-
-def _with_padding(
-    config: AttentionConfig,
-    key: PackedOperand,
-    value: PackedOperand,
-    tile_nbytes: int,
-    shared_nbytes: int,
-    multiprocessor: Multiprocessor,
-) -> AttentionConfig:
-    """The configuration with as many programs as there is room for, if tiles have padding.
-
-    The configurations were measured without padding, which moves tiles through shared memory once more.
-
-    Args:
-        config: the configuration.
-        key, value: compile-time descriptions of keys and values.
-        tile_nbytes: bytes of a tile that is loaded ahead.
-        shared_nbytes: shared memory of a program besides such tiles.
-        multiprocessor: its sizes.
-    """
-    if all(operand.width == operand.padded_width for operand in (key, value)):
-        return config
-    of_program = shared_nbytes + (config.num_stages - 1) * tile_nbytes + RESERVED_NBYTES
-    return replace(
-        config, programs_per_sm=max(1, min(config.programs_per_sm, multiprocessor.shared_memory // of_program))
-    )
 
 
 def _with_room(

@@ -310,7 +310,7 @@ def parts_of_a_stack_are_copies_of_inputs_that_change(compile: Any, new: Any) ->
         total = a.sum() + b.sum()
         kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
         out = sdpa(q, kc, vc) + sdpa(q, kv[0], kv[1])
-        kv[0].copy_(a), kv[1].copy_(b)
+        kv.copy_(torch.stack((a, b)))
         a.add_(1), b.add_(1)
         return out, total
 

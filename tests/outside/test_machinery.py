@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.models.llama.modeling_llama  # noqa: F401 -- once for all processes, which are forks of this one
+from releases import is_before
 from torch import Tensor
 
 from outside import loops, sources
@@ -157,11 +158,8 @@ def attend(folder: Path, compile: Compile, wrong: bool = False) -> tuple[Tensor,
 def test_a_loop_on_packed_caches_gives_the_same_logits(tmp_path: Path) -> None:
     verdict = loops.judge(Reference("attend", "", attend), tmp_path)
     assert verdict.problems() == []
-    assert verdict.passed == 1
-    assert verdict.sites in (
-        1,
-        2,
-    )  # one graph is enough for PyTorch 2.11, which compares no tensor of an unchanged dict
+    graphs = 1 if is_before("2.13") else 2  # PyTorch 2.11 does not look for packed caches in an unchanged dict
+    assert (verdict.sites, verdict.passed) == (graphs, 1)
 
 
 def test_a_loop_with_other_logits_is_broken(tmp_path: Path) -> None:
