@@ -16,7 +16,8 @@ as large, or as small, as in the model. (Triton's interpreter multiplies in floa
 from __future__ import annotations
 
 from kvcompile.kernels.attention.query import first_columns, load_query_rows
-from kvcompile.kernels.lang.tiles import planes_of, transposed
+from kvcompile.kernels.lang.planes import planes_of
+from kvcompile.kernels.lang.tiles import transposed
 from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.packed import unpack
 from kvcompile.kernels.tiles.rotation import rotated_ones, rotation_of_planes, unrotated_factor, unrotated_levels

@@ -15,7 +15,8 @@ the others.
 
 from __future__ import annotations
 
-from kvcompile.kernels.lang.tiles import normalise_rows, planes_of, round_to_integer, transposed
+from kvcompile.kernels.lang.planes import planes_of
+from kvcompile.kernels.lang.tiles import normalise_rows, round_to_integer, transposed
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.rotation import rotate
 from kvcompile.kernels.tiles.visible_range import visible_tokens

@@ -38,8 +38,8 @@ from kvcompile.kernels.formats.bit_planes import PACKINGS
 from kvcompile.kernels.formats.codec import Codec
 from kvcompile.kernels.formats.lookup_ptx import lookup_halves, lookup_halves_of_unequal_planes, lookup_integers
 from kvcompile.kernels.formats.nearest_ptx import last_below, nearest_pair, thresholds
+from kvcompile.kernels.lang.planes import channels_of, planes_in_pieces
 from kvcompile.kernels.lang.rounding import has_ptx
-from kvcompile.kernels.lang.tiles import planes_of
 from kvcompile.kernels.lang.triton import jit, tl
 
 HALF_MAX = 65504.0
@@ -87,11 +87,11 @@ def _magnitude(index, PLANE: tl.constexpr, OPERAND: tl.constexpr):
 def _encode(x, in_vector, OPERAND: tl.constexpr):
     HEAD_DIM: tl.constexpr = float(OPERAND.head_dim)
     rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), HEAD_DIM))
-    planes = planes_of(x, OPERAND)
+    planes = planes_in_pieces(x, OPERAND)
     # Not a correctly rounded division: the order of sums in the rotation makes larger errors in x.
     inverse = tl.div_rn(OPERAND.codec.constants.steps, tl.where(rms > 0, rms, 1.0))
     inverse = tl.broadcast_to(inverse[:, None], planes[0].shape)
-    in_plane = tl.arange(0, OPERAND.padded_width)[None, :] < OPERAND.width
+    _, in_plane = channels_of(tl.arange(0, planes[0].shape[1])[None, :], OPERAND)
     squares = tl.zeros(planes[0].shape, tl.int32)
     pairs = ()
     NUM_PAIRS: tl.constexpr = OPERAND.num_planes // 2

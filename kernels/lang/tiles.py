@@ -53,34 +53,6 @@ def normalise_rows(x, EXPONENT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def planes_of(x, OPERAND: tl.constexpr):
-    """The planes of a tile [rows, channels], as a tuple of [rows, padded_width].
-
-    The padding of planes is zero if the padding of the tile is.
-    """
-    ROWS: tl.constexpr = x.shape[0]
-    NUM: tl.constexpr = OPERAND.num_planes
-    WIDTH: tl.constexpr = OPERAND.padded_width
-    if NUM == 1:
-        planes = (x,)
-    elif OPERAND.head_dim == NUM * WIDTH and NUM != 3:
-        x = tl.permute(tl.reshape(x, [ROWS, 2, NUM // 2, WIDTH]), (0, 3, 2, 1))
-        low, high = tl.split(x)  # [ROWS, WIDTH, NUM // 2]
-        if NUM == 2:
-            planes = (tl.reshape(low, [ROWS, WIDTH]), tl.reshape(high, [ROWS, WIDTH]))
-        else:
-            planes = tl.split(low) + tl.split(high)
-    else:
-        channel = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], [ROWS, WIDTH])
-        in_plane = channel < OPERAND.width
-        planes = ()
-        for i in tl.static_range(NUM):
-            plane = tl.gather(x, tl.where(in_plane, channel + i * OPERAND.width, 0), 1)
-            planes = planes + (tl.where(in_plane, plane, 0),)  # noqa: RUF005
-    return planes
-
-
-@jit
 def transposed(planes, OPERAND: tl.constexpr):
     """Planes [rows, padded_width] as [padded_width, rows]."""
     result = ()

@@ -162,6 +162,45 @@ class PackedOperand:
         return tuple(gain / self.largest_gain for gain in self.gains)
 
     @property
+    def num_parts(self) -> int:
+        """Runs of channels as long as a plane; words do not store the last of them if they have fewer planes."""
+        return self.head_dim // self.width
+
+    @property
+    def padded_parts(self) -> int:
+        """``num_parts`` rounded up to a power of two."""
+        return triton.next_power_of_2(self.num_parts)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of a vector, see :mod:`kvcompile.kernels.lang.planes`.
+
+        The pieces are the planes if a section cuts them into runs that are neither a multiple of 4 channels nor a power
+        of two.
+        """
+        cuts = [8 // planes for planes in self.high_planes]
+        cuts += [8 // bits for bits, _, _ in self.word_sections if bits < 8]
+        most = max(cuts, default=1)
+        width = self.width // most
+        whole = self.width % most == 0 and (width % 4 == 0 or width == triton.next_power_of_2(width))
+        return self.num_parts * (most if whole else 1)
+
+    @property
+    def piece_width(self) -> int:
+        """Channels of a piece."""
+        return self.head_dim // self.num_pieces
+
+    @property
+    def padded_piece_width(self) -> int:
+        """``piece_width`` rounded up to a power of two."""
+        return triton.next_power_of_2(self.piece_width)
+
+    @property
+    def padded_columns(self) -> int:
+        """Columns of a tile in piece order."""
+        return self.num_pieces // self.num_parts * self.padded_parts * self.padded_piece_width
+
+    @property
     def tile_bits(self) -> int:
         """Bits of a code in the section ``codes``; 0 for words."""
         if self.word_fields:

@@ -137,7 +137,7 @@ def write_block(
         contents = tl.where(written[:, None], new, old)
     tl.debug_barrier()  # other threads read old bytes before any thread writes
 
-    encoded = encode_tile(contents, matrix, in_head, static_scale, OPERAND, BLOCK_TOKENS, PRECISION)
+    encoded = encode_tile(contents, matrix, static_scale, OPERAND, PRECISION, False)
     everywhere = tl.full([BLOCK_TOKENS], True, tl.int1)
     if OPERAND.granularity == "channel" or all_written:
         store_sections(packed_ptr, tl.arange(0, BLOCK_TOKENS), everywhere, encoded, OPERAND)

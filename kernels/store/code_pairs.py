@@ -6,15 +6,15 @@ lowest bits of its half; the other bits are arbitrary.
 
 from __future__ import annotations
 
+from kvcompile.kernels.lang.planes import planes_in_pieces
 from kvcompile.kernels.lang.rounding import has_ptx
-from kvcompile.kernels.lang.tiles import planes_of
 from kvcompile.kernels.lang.triton import jit, tl
 
 
 @jit
 def pairs_of(codes, OPERAND: tl.constexpr):
-    """A tuple of pairs [rows, padded_width] from codes [rows, channels] of an even number of planes."""
-    planes = planes_of(codes, OPERAND)
+    """A tuple of pairs from codes in piece order, [rows, channels], of an even number of planes."""
+    planes = planes_in_pieces(codes, OPERAND)
     pairs = ()
     NUM_PAIRS: tl.constexpr = OPERAND.num_planes // 2
     for i in tl.static_range(NUM_PAIRS):

@@ -47,35 +47,20 @@ def store_tiles(capability: int, operand: PackedOperand, num_tokens: int, num_he
     if num_tokens == 1:
         return StoreTiles(1, 1, 1, 1, None)
     tokens = operand.block_tokens
-    few_warps = max(4, operand.padded_head_dim // 32)  # up to 64 elements per thread
-    num_warps = max(few_warps, _warps_without_spills(capability, operand))
+    num_warps = max(4, operand.padded_head_dim // 32)  # up to 64 elements per thread
     num_tiles = ceil_div(num_tokens, tokens)
     # A program of several tiles makes its rotation matrix once. But there must be enough programs to fill the device.
     tiles_per_program = max(1, min(4, num_tiles * num_heads // (32 * num_sms)))
-    max_registers = _hopper_registers(operand) if capability == 9 and num_warps == few_warps else None
+    max_registers = _hopper_registers(operand) if capability == 9 else None
     return StoreTiles(tokens, num_warps, tiles_per_program, ceil_div(num_tiles, tiles_per_program), max_registers)
-
-
-def _warps_without_spills(capability: int, operand: PackedOperand) -> int:
-    """The warps whose registers hold a tile that needs many: after a rotation, or if planes are gathered. 1 otherwise.
-
-    On Hopper gathered planes of 4 bits need fewer registers.
-    """
-    if operand.rotated and operand.padded_head_dim > 128:
-        return 16
-    is_wide = _has_gathered_planes(operand) and operand.padded_head_dim >= 128
-    return 8 if is_wide and (capability != 9 or operand.low_bits < 4) else 1
 
 
 def _hopper_registers(operand: PackedOperand) -> int:
     """The register limit for 16 warps per multiprocessor, or for 12 where 16 would spill many values.
 
-    16 warps are 8 to 15 % faster otherwise. Values spill if planes are gathered, or if scales are per channel. Programs
-    that have more warps for their registers have no limit.
+    16 warps are 8 to 15 % faster otherwise. Values spill if scales are per channel, and if channels with padding share
+    scales in groups or planes.
     """
-    return 168 if _has_gathered_planes(operand) or operand.granularity == "channel" else 128
-
-
-def _has_gathered_planes(operand: PackedOperand) -> bool:
-    """Whether the planes of a vector are gathered, because its padding lies between them."""
-    return operand.num_planes > 1 and operand.head_dim != operand.padded_head_dim
+    has_padding = operand.head_dim != operand.padded_head_dim
+    spills = operand.granularity == "channel" or (operand.granularity in ("group", "plane") and has_padding)
+    return 168 if spills else 128

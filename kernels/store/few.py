@@ -107,11 +107,10 @@ def _write_token(
         block = own_position // OPERAND.block_tokens
         row = own_position % OPERAND.block_tokens + tl.arange(0, 1)
         packed_ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
-        in_head = tl.arange(0, OPERAND.padded_head_dim)[None, :] < OPERAND.head_dim
         is_written = row >= 0
         if OPERAND.residual is not None:
             x = x.to(OPERAND.residual.dtype)
-        encoded = encode_tile(x, 0, in_head, static_scale, OPERAND, 1, PRECISION)
+        encoded = encode_tile(x, 0, static_scale, OPERAND, PRECISION, False)
         store_sections(packed_ptr, row, is_written, encoded, OPERAND)
         if OPERAND.residual is not None:
             _write_exact(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.lang.tiles import planes_of
+from kvcompile.kernels.lang.planes import channels_of, cut, in_piece_order, planes_in_pieces, side_by_side
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.store.code_pairs import packed_field, pairs_of
@@ -72,7 +72,6 @@ def _store_tiles(
     head_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
     x_ptr += batch * x_strides[0] + head * x_strides[1]
     matrix = rotation_matrix(OPERAND, TOKENS)
-    in_head = tl.arange(0, OPERAND.padded_head_dim)[None, :] < OPERAND.head_dim
     for i in range(tiles_per_program):
         first_token = (tl.program_id(0) * tiles_per_program + i) * TOKENS
         if first_token < num_tokens:
@@ -86,58 +85,53 @@ def _store_tiles(
                 position_strides, valid_strides, tokens_left, capacity, HAS_VALID,
             )  # fmt: skip
             first_position = tl.load(tile_positions_ptr + batch * position_strides[0])
-            encoded = encode_tile(x, matrix, in_head, static_scale, OPERAND, TOKENS, PRECISION)
+            in_pieces: tl.constexpr = loads_piece_order(OPERAND, TOKENS)
+            encoded = encode_tile(x, matrix, static_scale, OPERAND, PRECISION, in_pieces)
             _store_tile(head_ptr, data_strides[0], first_position, position, written, encoded, OPERAND, TOKENS)
 
 
 @constexpr_function
-def channels_at_once(operand, tokens):
-    """The length in channels of the runs in which vectors are loaded, see :func:`load_vectors`."""
+def loads_piece_order(operand, tokens):
+    """Whether :func:`load_vectors` loads vectors in piece order: nothing needs them in the order of channels."""
+    return tokens > 1 and not operand.rotated and operand.granularity != "group"
+
+
+@constexpr_function
+def columns_at_once(operand, tokens):
+    """The number of columns that :func:`load_vectors` loads at once."""
     all_at_once = tokens == 1 or rotates_by_products(operand, tokens)
     return operand.padded_head_dim if all_at_once else min(32, operand.padded_head_dim)
 
 
 @jit
 def load_vectors(x_ptr, x_strides, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
-    """Load the vectors of TOKENS tokens from ``x_ptr`` on, [TOKENS, padded_head_dim].
+    """Load the vectors of TOKENS tokens from ``x_ptr`` on, in piece order if :func:`loads_piece_order`.
 
     Only ``tokens_left`` tokens exist; the last of them is repeated.
 
-    Triton spreads each row of a load over as many threads as it can. Loads of 32 channels put a bfloat16 vector into
+    Triton spreads each row of a load over as many threads as it can. Loads of 32 columns put a bfloat16 vector into
     four threads. One thread then holds the planes of codes that share a byte, and few threads repeat the computations
     per vector. (Products on tensor cores, and single tokens, need other layouts: they load whole vectors.)
     """
-    RUN: tl.constexpr = channels_at_once(OPERAND, TOKENS)
-    RUNS: tl.constexpr = OPERAND.padded_head_dim // RUN
+    RUN: tl.constexpr = columns_at_once(OPERAND, TOKENS)
+    COLUMNS: tl.constexpr = OPERAND.padded_columns if loads_piece_order(OPERAND, TOKENS) else OPERAND.padded_head_dim
+    RUNS: tl.constexpr = COLUMNS // RUN
     token = tl.minimum(tl.arange(0, TOKENS), tokens_left - 1).to(tl.int64)
     x_ptrs = x_ptr + (token * x_strides[2])[:, None]
     runs = ()
     for i in tl.static_range(RUNS):
         channel = i * RUN + tl.arange(0, RUN)[None, :]
+        if loads_piece_order(OPERAND, TOKENS):
+            channel, exists = channels_of(channel, OPERAND)
+        else:
+            exists = channel < OPERAND.head_dim
         # A mask would clear the registers of the load first, even if no element is masked.
-        if OPERAND.head_dim == OPERAND.padded_head_dim:
+        if OPERAND.head_dim == COLUMNS:
             run = tl.load(x_ptrs + channel * x_strides[3])
         else:
-            run = tl.load(x_ptrs + channel * x_strides[3], mask=channel < OPERAND.head_dim, other=0.0)
+            run = tl.load(x_ptrs + channel * x_strides[3], mask=exists, other=0.0)
         runs = runs + (run,)  # noqa: RUF005
-    return _side_by_side(runs)
-
-
-@jit
-def _side_by_side(runs):
-    """Concatenate 1, 2, 4 or 8 tiles [rows, columns] along their columns."""
-    RUNS: tl.constexpr = len(runs)
-    ROWS: tl.constexpr = runs[0].shape[0]
-    COLUMNS: tl.constexpr = runs[0].shape[1]
-    for stage in tl.static_range(3):
-        if RUNS >> stage > 1:
-            # Join each tile with the tile half of them further on: the new last dimension is a bit of the run's number.
-            pairs = ()
-            for i in tl.static_range(RUNS >> (stage + 1)):
-                pairs = pairs + (tl.join(runs[i], runs[i + (RUNS >> (stage + 1))]),)  # noqa: RUF005
-            runs = pairs
-    x = tl.permute(tl.reshape(runs[0], [ROWS, COLUMNS, RUNS]), (0, 2, 1))
-    return tl.reshape(x, [ROWS, RUNS * COLUMNS])
+    return side_by_side(runs)
 
 
 @jit
@@ -199,35 +193,37 @@ def store_sections(block_ptrs, row, written, encoded, OPERAND: tl.constexpr):
 
 
 @jit
-def encode_tile(
-    x, matrix, in_head, static_scale, OPERAND: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Rotate and quantize a tile of vectors.
+def encode_tile(x, matrix, static_scale, OPERAND: tl.constexpr, PRECISION: tl.constexpr, IN_PIECES: tl.constexpr):
+    """Rotate and quantize a tile of vectors, [tokens, columns]; with IN_PIECES they are in piece order.
 
     As in the specification, a vector that is not finite in the stored basis gets the codes of the zero vector, and
     scales of NaN unless scales are per channel. Plain floats are stored unchanged.
 
     Returns:
-        Codes [tokens, channels] of a format with one plane, otherwise pairs of codes; scales; and zero points. Scales
-        and zero points are [tokens], or [tokens, num_scales] per group, or [channels] per channel; in the last case the
-        tile must be one block.
+        Codes in piece order [tokens, columns] of a format with one plane, otherwise pairs of codes; scales; and zero
+        points. Scales and zero points are [tokens], or [tokens, num_scales] per group, or [columns] per channel; in the
+        last case the tile must be one block.
     """
+    TOKENS: tl.constexpr = x.shape[0]
     x = to_stored_basis(x, matrix, OPERAND, PRECISION)
+    if not (IN_PIECES or rotates_by_products(OPERAND, TOKENS) or OPERAND.granularity == "group"):
+        x = in_piece_order(x, OPERAND)
     finite = tl.sum(x * 0.0, 1) == 0.0  # infinity times zero is NaN, and so is the sum
     if OPERAND.code_dtype == tl.uint8:
         x = tl.where(finite[:, None], x, 0.0)
     if OPERAND.takes_static_scale:
         x = x * tl.div_rn(1.0, static_scale)
     if OPERAND.granularity == "plane":
-        in_plane = (tl.arange(0, OPERAND.padded_width) < OPERAND.width)[None, :]
-        codes, scale, zero = OPERAND.codec.encode(planes_of(x, OPERAND), in_plane, OPERAND)
+        planes = planes_in_pieces(x, OPERAND)
+        _, in_plane = channels_of(tl.arange(0, planes[0].shape[1])[None, :], OPERAND)
+        codes, scale, zero = OPERAND.codec.encode(planes, in_plane, OPERAND)
         scale = _marked(scale, finite, OPERAND)
     elif OPERAND.granularity == "group":
         GROUPS: tl.constexpr = OPERAND.padded_head_dim // OPERAND.group_size
         in_group = tl.full([1, OPERAND.group_size], True, tl.int1)
         x = tl.reshape(x, [TOKENS * GROUPS, OPERAND.group_size])
         codes, scale, zero = OPERAND.codec.encode(x, in_group, OPERAND)
-        codes = tl.reshape(codes, [TOKENS, OPERAND.padded_head_dim])
+        codes = in_piece_order(tl.reshape(codes, [TOKENS, OPERAND.padded_head_dim]), OPERAND)
         scale, zero = tl.reshape(scale, [TOKENS, GROUPS]), tl.reshape(zero, [TOKENS, GROUPS])
         scale = tl.where(finite[:, None], scale, float("nan"))
     elif OPERAND.granularity == "channel":
@@ -235,7 +231,8 @@ def encode_tile(
         codes, scale, zero = OPERAND.codec.encode(tl.trans(x), in_block, OPERAND)
         codes = tl.trans(codes)
     else:
-        codes, scale, zero = OPERAND.codec.encode(x, in_head, OPERAND)
+        _, in_vector = channels_of(tl.arange(0, x.shape[1])[None, :], OPERAND)
+        codes, scale, zero = OPERAND.codec.encode(x, in_vector, OPERAND)
         scale = tl.where(finite, scale, float("nan"))
     whole: tl.constexpr = OPERAND.num_planes == 1 or OPERAND.codec.paired or OPERAND.low_bits == 0
     encoded = codes if whole else pairs_of(codes, OPERAND)
@@ -254,7 +251,7 @@ def _marked(scale, finite, OPERAND: tl.constexpr):
 
 @jit
 def _store_codes(block_ptrs, row, written, codes, OPERAND: tl.constexpr):
-    """Pack codes, [tokens, channels] or pairs, and store them; arguments as in :func:`store_sections`."""
+    """Pack codes, [tokens, columns] or pairs, and store them; arguments as in :func:`store_sections`."""
     if OPERAND.low_bits == 0:
         _store_words(block_ptrs, row, written, codes, OPERAND)
     elif OPERAND.num_planes == 1:
@@ -287,79 +284,60 @@ def _store_word_tile(block_ptrs, row, written, word, TILE: tl.constexpr, OPERAND
     WIDTH: tl.constexpr = tiles_of_words(OPERAND)[TILE][2]
     OFFSET: tl.constexpr = tiles_of_words(OPERAND)[TILE][3]
     FIRST: tl.constexpr = tiles_of_words(OPERAND)[TILE][4]
-    byte = (word >> BEGIN) & ((1 << BITS) - 1)
-    if BITS < 8:
-        byte = _joined_pieces(byte, BITS, WIDTH)
-    count = OPERAND.width if BITS == 8 else WIDTH
-    ptrs = block_ptrs + OFFSET
-    column = tl.arange(0, byte.shape[1])
-    if OPERAND.column_major:
-        ptrs = (ptrs + row)[:, None] + ((column + FIRST) * OPERAND.block_tokens)[None, :]
-    else:
-        ptrs = (ptrs + row * WIDTH)[:, None] + (column + FIRST)[None, :]
-    tl.store(ptrs.to(tl.pointer_type(tl.uint8)), byte.to(tl.uint8), mask=written[:, None] & (column < count)[None, :])
-
-
-@jit
-def _joined_pieces(x, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Bytes whose lowest BITS bits are the bits of column ``i``, and the next ones the bits of column ``i + WIDTH``."""
-    PIECES: tl.constexpr = 8 // BITS
-    column = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], x.shape)
-    joined = x
-    for i in tl.static_range(PIECES - 1):
-        joined |= tl.gather(x, tl.minimum(column + (i + 1) * WIDTH, x.shape[1] - 1), 1) << (BITS * (i + 1))
-    return joined
+    byte = _joined_pieces((word >> BEGIN) & ((1 << BITS) - 1), 8 // BITS, WIDTH, BITS, OPERAND)
+    offset = OFFSET + FIRST * (OPERAND.block_tokens if OPERAND.column_major else 1)
+    _store_columns(block_ptrs, row, written, byte, offset, tl.uint8, WIDTH, OPERAND)
 
 
 @jit
 def _store_high_bits(block_ptrs, row, written, pairs, K: tl.constexpr, OPERAND: tl.constexpr):
     """Pack bit ``low_bits + K`` of the planes that have this bit, and store it in high section K."""
     COUNT: tl.constexpr = OPERAND.high_planes[K]
-    HIGH_WIDTH: tl.constexpr = OPERAND.high_widths[K]
     PIECES: tl.constexpr = 8 // COUNT
-    OTHER_PIECES: tl.constexpr = PIECES - 1
-    pieces = _pieces(packed_field(pairs, OPERAND.low_bits + K, 1, PIECES, COUNT), PIECES, HIGH_WIDTH)
-    high = pieces[0]
-    for piece in tl.static_range(OTHER_PIECES):
-        high |= pieces[piece + 1] << (piece + 1)
-    _store_columns(block_ptrs, row, written, high, OPERAND.high_offsets[K], tl.uint8, HIGH_WIDTH, OPERAND)
+    WIDTH: tl.constexpr = OPERAND.high_widths[K]
+    high = packed_field(pairs, OPERAND.low_bits + K, 1, PIECES, COUNT)
+    high = _joined_pieces(high, PIECES, WIDTH, 1, OPERAND)
+    _store_columns(block_ptrs, row, written, high, OPERAND.high_offsets[K], tl.uint8, WIDTH, OPERAND)
 
 
 @jit
-def _pieces(x, PIECES: tl.constexpr, WIDTH: tl.constexpr):
-    """Cut a tile into PIECES, 2 or 4, runs of WIDTH columns: a tuple of tiles, which may have padding columns."""
-    ROWS: tl.constexpr = x.shape[0]
-    if x.shape[1] == PIECES * WIDTH:
-        low, high = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, PIECES // 2, WIDTH]), (0, 3, 2, 1)))
-        if PIECES == 2:
-            pieces = (tl.reshape(low, [ROWS, WIDTH]), tl.reshape(high, [ROWS, WIDTH]))
-        else:
-            pieces = tl.split(low) + tl.split(high)
+def _joined_pieces(x, PIECES: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, OPERAND: tl.constexpr):
+    """Cut a plane in PIECES of WIDTH channels, and join them. Each is shifted by SHIFT bits more than the last."""
+    OTHER_PIECES: tl.constexpr = PIECES - 1
+    if OPERAND.num_pieces >= PIECES * OPERAND.num_parts:
+        pieces = cut(x, PIECES)
+        joined = pieces[0]
+        for i in tl.static_range(OTHER_PIECES):
+            joined |= pieces[i + 1] << (SHIFT * (i + 1))
     else:
         column = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], x.shape)
-        pieces = (x,)
-        for i in tl.static_range(PIECES - 1):
-            pieces = pieces + (tl.gather(x, tl.minimum(column + (i + 1) * WIDTH, x.shape[1] - 1), 1),)  # noqa: RUF005
-    return pieces
+        joined = x
+        for i in tl.static_range(OTHER_PIECES):
+            piece = tl.gather(x, tl.minimum(column + (i + 1) * WIDTH, x.shape[1] - 1), 1)
+            joined |= piece << (SHIFT * (i + 1))
+    return joined
 
 
 @jit
 def _store_columns(
     block_ptrs, row, written, x, offset, DTYPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr
 ):
-    """Store a tile [tokens, columns] in the code section at byte ``offset`` of a block."""
+    """Store a tile [tokens, columns] in piece order in the code section at byte ``offset`` of a block.
+
+    A row of the section has WIDTH elements.
+    """
     ptrs = (block_ptrs + offset).to(tl.pointer_type(DTYPE))
-    column = tl.arange(0, x.shape[1])
+    column, exists = channels_of(tl.arange(0, x.shape[1]), OPERAND)
     if OPERAND.column_major:
         ptrs = (ptrs + row)[:, None] + (column * OPERAND.block_tokens)[None, :]
     else:
         ptrs = (ptrs + row * WIDTH)[:, None] + column[None, :]
-    tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (column < WIDTH)[None, :])
+    tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (exists & (column < WIDTH))[None, :])
 
 
 @jit
 def _store_metadata(section_ptrs, row, written, x, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
-    """Store scales or zero points, [tokens], [tokens, groups] or [channels]."""
+    """Store scales or zero points, [tokens], [tokens, groups] or [columns]."""
     ptrs = section_ptrs.to(tl.pointer_type(DTYPE))
     if OPERAND.granularity == "plane":
         PLANES: tl.constexpr = OPERAND.num_planes
@@ -370,7 +348,7 @@ def _store_metadata(section_ptrs, row, written, x, DTYPE: tl.constexpr, OPERAND:
         ptrs = (ptrs + row * OPERAND.num_scales)[:, None] + group
         tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (group < OPERAND.num_scales))
     elif OPERAND.granularity == "channel":
-        channel = tl.arange(0, x.shape[0])
-        tl.store(ptrs + channel, x.to(DTYPE), mask=channel < OPERAND.num_scales)
+        channel, exists = channels_of(tl.arange(0, x.shape[0]), OPERAND)
+        tl.store(ptrs + channel, x.to(DTYPE), mask=exists)
     else:
         tl.store(ptrs + row, x.to(DTYPE), mask=written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.kernels.formats.rotation import HASH_MULTIPLIERS as _HASH_MULTIPLIERS
+from kvcompile.kernels.lang.planes import cut, has_padding, side_by_side
 from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 
 HASH_MULTIPLIERS = constant(_HASH_MULTIPLIERS)
@@ -27,20 +28,27 @@ def unrotate(x, OPERAND: tl.constexpr):
 
 @constexpr_function
 def rotates_by_products(operand, rows):
-    """Whether tiles of ``rows`` rows are rotated on tensor cores: the tile is large enough, and the matrix fits."""
-    return operand.rotated and rows >= 16 and product_channels(operand) <= 128
+    """Whether tiles of ``rows`` rows are rotated on tensor cores."""
+    return operand.rotated and rows >= 16
 
 
 @constexpr_function
-def product_channels(operand):
-    """The number of channels that a product on tensor cores sums over.
+def run_channels(operand):
+    """The number of channels of a run. One product on tensor cores multiplies all runs by the same Hadamard matrix.
 
-    If ``16 * n`` is a power of two, its Hadamard matrix is the Kronecker product of the Hadamard matrices of ``n`` and
-    16 channels. Only the product with the matrix of 16 channels, two elements per thread, runs on tensor cores. The
-    other factor takes sums and differences of numbers that one thread already holds. A block-diagonal matrix is
-    multiplied as a whole.
+    The Hadamard matrix of ``m * n`` channels is the Kronecker product of the Hadamard matrices of ``m`` and ``n``
+    channels. A run has ``n`` channels, at least 16, and a rotation block has ``m`` runs. The factor of ``m`` channels
+    takes sums and differences of runs, whose numbers one thread already holds.
     """
-    return 16 if operand.head_dim == operand.padded_head_dim else operand.padded_head_dim
+    smallest_block = operand.head_dim & -operand.head_dim
+    return max(16, min(smallest_block, operand.padded_head_dim // 8))
+
+
+@constexpr_function
+def moved_channels(operand):
+    """The number of channels that :func:`_in_pieces` moves at once: a run if pieces have whole runs, otherwise 4."""
+    has_whole_runs = operand.piece_width % run_channels(operand) == 0 or not has_padding(operand)
+    return run_channels(operand) if has_whole_runs else 4
 
 
 @jit
@@ -48,14 +56,23 @@ def rotation_matrix(OPERAND: tl.constexpr, ROWS: tl.constexpr):
     """The matrix by which :func:`to_stored_basis` multiplies tiles of ROWS rows; 0 if it does not use a product."""
     matrix = 0
     if rotates_by_products(OPERAND, ROWS):
-        SUMMED: tl.constexpr = product_channels(OPERAND)
-        matrix = hadamard_rows(tl.arange(0, SUMMED), min(OPERAND.head_dim, SUMMED), SUMMED)
+        RUN: tl.constexpr = run_channels(OPERAND)
+        channel = tl.arange(0, RUN)
+        column = channel
+        if moved_channels(OPERAND) == 4:
+            # Of 8 columns of a product, a thread has 2 neighbours. Here they are channels at a distance of 4, so that a
+            # thread has one channel of every 4.
+            column = (channel & (RUN - 8)) | ((channel & 1) << 2) | ((channel >> 1) & 3)
+        matrix = hadamard_rows(channel, column, RUN)
     return matrix
 
 
 @jit
 def to_stored_basis(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The rows of a tile of any float dtype in the stored basis, float32; ``matrix`` is :func:`rotation_matrix`."""
+    """The rows of a tile of any float dtype in the stored basis, float32; ``matrix`` is :func:`rotation_matrix`.
+
+    Rows that :func:`rotates_by_products` come in piece order, others in the order of channels.
+    """
     if rotates_by_products(OPERAND, x.shape[0]):
         x = rotate_by_products(x, matrix, OPERAND, PRECISION)
     elif OPERAND.rotated:
@@ -67,31 +84,114 @@ def to_stored_basis(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @jit
 def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """:func:`rotate` for at least 16 rows of any float dtype, by products with :func:`rotation_matrix`.
+    """:func:`rotate` for at least 16 rows of any float dtype, by products with :func:`rotation_matrix`, in piece order.
 
-    The elements of the matrix are 1, -1 and 0, so that products are exact in every dtype. Sums are float32.
+    The elements of the matrix are 1 and -1, so that products are exact in every dtype. Sums are float32.
     """
-    ROWS: tl.constexpr = x.shape[0]
-    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
-    SUMMED: tl.constexpr = product_channels(OPERAND)
-    RUNS: tl.constexpr = CHANNELS // SUMMED
-    channel = tl.arange(0, CHANNELS)
     if PRECISION == "ieee":
         x = x.to(tl.float32)  # the interpreter multiplies bit patterns
     if OPERAND.rotation_seed != 0:
-        x = (x * random_signs(channel, OPERAND.rotation_seed)[None, :]).to(x.dtype)
-    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, RUNS, SUMMED]), (1, 0, 2)), [RUNS * ROWS, SUMMED])
-    x = tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION)
-    x = tl.reshape(x, [RUNS, ROWS * SUMMED])
-    for stage in tl.static_range(4):
-        if RUNS >> stage > 1:
-            # Sums and differences over the first bit of the run's number, which moves to the end.
-            halves = tl.reshape(x, [2, RUNS >> (stage + 1), (ROWS * SUMMED) << stage])
-            first, second = tl.split(tl.permute(halves, (1, 2, 0)))
-            x = tl.join(first + second, first - second)
-            x = tl.reshape(x, [RUNS >> (stage + 1), (ROWS * SUMMED) << (stage + 1)])
-    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, SUMMED, RUNS]), (0, 2, 1)), [ROWS, CHANNELS])
-    return x * rotation_norm(channel, OPERAND.head_dim)[None, :]
+        x = (x * random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]).to(x.dtype)
+    RUNS: tl.constexpr = x.shape[1] // run_channels(OPERAND)
+    x = tl.dot(_runs_as_rows(x, RUNS), matrix.to(x.dtype), input_precision=PRECISION)
+    if moved_channels(OPERAND) == 4:
+        pairs = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
+        x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), x.shape)
+    return _in_pieces(_rotated_blocks(_rows_as_runs(x, RUNS), OPERAND), OPERAND)
+
+
+@jit
+def _runs_as_rows(x, RUNS: tl.constexpr):
+    """A tile [rows, columns] as [RUNS * rows, columns // RUNS]. After a product, one thread has all runs of a row.
+
+    A thread has two rows of a product at a distance of 8, and others at a distance of 64 or 128 rows, depending on the
+    number of warps. Runs of a row therefore differ in bit 3 of the row index, and in its highest bits.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1] // RUNS
+    if RUNS > 1:
+        x = tl.permute(tl.reshape(x, [ROWS // 8, 8, RUNS // 2, 2, COLUMNS]), (2, 0, 3, 1, 4))
+        x = tl.reshape(x, [RUNS * ROWS, COLUMNS])
+    return x
+
+
+@jit
+def _rows_as_runs(x, RUNS: tl.constexpr):
+    """The inverse of :func:`_runs_as_rows`, as a tuple of the runs."""
+    ROWS: tl.constexpr = x.shape[0] // RUNS
+    COLUMNS: tl.constexpr = x.shape[1]
+    if RUNS > 1:
+        x = tl.permute(tl.reshape(x, [RUNS // 2, ROWS // 8, 2, 8, COLUMNS]), (1, 3, 0, 2, 4))
+        x = tl.reshape(x, [ROWS, RUNS * COLUMNS])
+    return cut(x, RUNS)
+
+
+@constexpr_function
+def block_of_run(operand, run):
+    """The number of channels of the rotation block in which a run lies."""
+    channel = run * run_channels(operand)
+    return next(1 << bit for bit in range(8, 3, -1) if operand.head_dim >> bit & 1 and channel >> bit & 1 == 0)
+
+
+@constexpr_function
+def has_partner(operand, run, distance):
+    """Whether the run at ``distance`` before or after a run, a power of two, lies in the same rotation block."""
+    return block_of_run(operand, run) > distance * run_channels(operand)
+
+
+@constexpr_function
+def norm_of_run(operand, run):
+    """The factor that scales the columns of the matrix of a run's rotation block to length 1."""
+    return block_of_run(operand, run) ** -0.5
+
+
+@jit
+def _rotated_blocks(runs, OPERAND: tl.constexpr):
+    """The runs of vectors in the stored basis, without padding, from their products with :func:`rotation_matrix`."""
+    NUM_RUNS: tl.constexpr = OPERAND.head_dim // run_channels(OPERAND)
+    for bit in tl.static_range(4):
+        sums = ()
+        for i in tl.static_range(NUM_RUNS):
+            if not has_partner(OPERAND, i, 1 << bit):
+                result = runs[i]
+            elif i >> bit & 1 == 0:
+                result = runs[i] + runs[i + (1 << bit)]
+            else:
+                result = runs[i - (1 << bit)] - runs[i]
+            sums = sums + (result,)  # type: ignore[assignment]  # noqa: RUF005
+        runs = sums
+    rotated = ()
+    for i in tl.static_range(NUM_RUNS):
+        rotated = rotated + (runs[i] * norm_of_run(OPERAND, i),)  # type: ignore[assignment]  # noqa: RUF005
+    return rotated
+
+
+@constexpr_function
+def order_of_moves(operand):
+    """For every :func:`moved_channels` columns in piece order, which channels they hold; the last number is padding."""
+    length = moved_channels(operand)
+    if not has_padding(operand):
+        return list(range(operand.head_dim // length))
+    in_piece = operand.piece_width // length
+    padding = [operand.head_dim // length] * (operand.padded_piece_width // length - in_piece)
+    pieces = [list(range(piece * in_piece, (piece + 1) * in_piece)) for piece in range(operand.num_pieces)]
+    return [number for piece in pieces for number in piece + padding]
+
+
+@jit
+def _in_pieces(runs, OPERAND: tl.constexpr):
+    """A tile in piece order from the runs of its vectors."""
+    NUM_RUNS: tl.constexpr = len(runs)
+    moved = ()
+    for i in tl.static_range(NUM_RUNS):
+        moved = moved + cut(runs[i], run_channels(OPERAND) // moved_channels(OPERAND))
+    moved = moved + (tl.zeros(moved[0].shape, tl.float32),)  # type: ignore[assignment, misc]  # noqa: RUF005
+    ORDER: tl.constexpr = order_of_moves(OPERAND)
+    NUM_TILES: tl.constexpr = len(ORDER)
+    tiles = ()
+    for i in tl.static_range(NUM_TILES):
+        tiles = tiles + (moved[ORDER[i]],)  # type: ignore[assignment]  # noqa: RUF005
+    return side_by_side(tiles)
 
 
 @jit
@@ -104,19 +204,28 @@ def rotation_norm(channel, HEAD_DIM: tl.constexpr):
 
 
 @jit
-def hadamard_rows(row, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    """Rows of the matrix of :func:`hadamard` without its norm, float32 [rows, CHANNELS]: 1 and -1, or 0 in padding."""
-    row = row[:, None]
-    column = tl.arange(0, CHANNELS)[None, :]
-    matrix = tl.zeros([row.shape[0], CHANNELS], tl.float32)
+def hadamard_rows(row, column, HEAD_DIM: tl.constexpr):
+    """A part of the matrix of :func:`hadamard` without its norm, float32 [rows, columns]: 1 and -1, or 0 in padding.
+
+    Args:
+        row, column: int32 [rows] and [columns], the channels.
+    """
+    row, row_block = row[:, None], _rotation_block(row, HEAD_DIM)[:, None]
+    column, column_block = column[None, :], _rotation_block(column, HEAD_DIM)[None, :]
+    odd = row & column & (row_block - 1)
+    odd = odd ^ (odd >> 4)
+    odd = odd ^ (odd >> 2)
+    odd = (odd ^ (odd >> 1)) & 1
+    return tl.where((row_block == column_block) & (row_block > 0), 1.0 - 2.0 * odd.to(tl.float32), 0.0)
+
+
+@jit
+def _rotation_block(channel, HEAD_DIM: tl.constexpr):
+    """The sizes of the rotation blocks in which channels lie, which differ between blocks; 0 in padding."""
+    block = tl.zeros(channel.shape, tl.int32)
     for bit in tl.static_range(4, 9):
-        odd = row & column & ((1 << bit) - 1)
-        odd = odd ^ (odd >> 4)
-        odd = odd ^ (odd >> 2)
-        odd = (odd ^ (odd >> 1)) & 1
-        in_block = _in_rotation_block(row, bit, HEAD_DIM) & _in_rotation_block(column, bit, HEAD_DIM)
-        matrix = tl.where(in_block, 1.0 - 2.0 * odd.to(tl.float32), matrix)
-    return matrix
+        block = tl.where(_in_rotation_block(channel, bit, HEAD_DIM), 1 << bit, block)
+    return block
 
 
 @jit
@@ -130,9 +239,10 @@ def rotation_of_planes(OPERAND: tl.constexpr):
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     if OPERAND.rotated:
         column = tl.arange(0, OPERAND.padded_width)
+        channel = tl.arange(0, OPERAND.padded_head_dim)
         for plane in tl.static_range(NUM_PLANES):
             row = tl.where(column < OPERAND.width, plane * OPERAND.width + column, OPERAND.padded_head_dim)
-            rows = hadamard_rows(row, OPERAND.head_dim, OPERAND.padded_head_dim)
+            rows = hadamard_rows(row, channel, OPERAND.head_dim)
             rotation = rotation + (rows,)  # type: ignore[assignment]  # noqa: RUF005
     return rotation
 

@@ -103,6 +103,22 @@ def test_stored_bytes_equal_the_specification(shape, role, device):
     assert_stores_like_the_specification(layout, x, positions, device=device, capacity=130)
 
 
+PADDED = [("turboquant_4bit", 96), ("turboquant_3bit", 96), ("turboquant_2.5bit", 96), ("turboquant_3bit", 80),
+          ("turboquant_3.5bit_seed7", 112), ("int4_per_token_head", 192), ("int2_per_token_head", 144),
+          ("int4_unrotated", 96), ("int3_unrotated", 48), ("int2_per_group_32", 96), ("lloyd_max_531", 48),
+          ("lloyd_max_42", 80), ("lloyd_max_4321", 96), ("turboquant_3bit", 192), ("turboquant_3bit", 256), ("int3_unrotated", 32)]  # fmt: skip
+"""Formats and head_dims whose planes, or pieces of planes, have padding in a tile, and two without padding."""
+
+
+@pytest.mark.parametrize(("shape", "role"), in_turn(PADDED, ROLES))
+def test_a_block_and_a_part_of_a_block_are_stored_for_any_width_of_planes(shape, role, device):
+    format_name, head_dim = shape
+    layout = PackedLayout(format_name, role, head_dim)
+    assert_stores_like_the_specification(
+        layout, vectors(1, 1, 67, head_dim), torch.arange(67), device=device, capacity=130
+    )
+
+
 @both_roles
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
 def test_any_number_of_tokens_may_cross_any_number_of_blocks(role, tokens, device):

@@ -1,0 +1,117 @@
+"""Tiles cut along their columns: planes of channels, and pieces of planes.
+
+A tile in *piece order* has the pieces of a vector side by side, each padded to a power of two. A piece is the longest
+run of channels that no section of codes cuts (:mod:`kvcompile.kernels.formats.bit_planes`). :func:`cut` gives the
+planes and the pieces of such a tile. No number moves between threads if each thread has a number of every piece.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+
+
+@jit
+def halves(x):
+    """The left and the right half of the columns of a tile."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    return tl.split(tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
+
+
+@jit
+def cut(x, COUNT: tl.constexpr):
+    """The columns of a tile in COUNT equal tiles, at most 16 and a power of two: a tuple."""
+    tiles = (x,)
+    for stage in tl.static_range(4):
+        if 1 << stage < COUNT:
+            shorter = ()
+            for i in tl.static_range(1 << stage):
+                shorter = shorter + halves(tiles[i])  # type: ignore[assignment]
+            tiles = shorter  # type: ignore[assignment]
+    return tiles
+
+
+@jit
+def side_by_side(tiles):
+    """Concatenate equal tiles along their columns, at most 64 and a power of two; the inverse of :func:`cut`."""
+    COUNT: tl.constexpr = len(tiles)
+    ROWS: tl.constexpr = tiles[0].shape[0]
+    COLUMNS: tl.constexpr = tiles[0].shape[1]
+    for stage in tl.static_range(6):
+        if COUNT >> stage > 1:
+            # Join each tile with the tile half of them further on: the new last dimension is a bit of a tile's number.
+            pairs = ()
+            for i in tl.static_range(COUNT >> (stage + 1)):
+                pairs = pairs + (tl.join(tiles[i], tiles[i + (COUNT >> (stage + 1))]),)  # type: ignore[assignment]  # noqa: RUF005
+            tiles = pairs
+    x = tl.permute(tl.reshape(tiles[0], [ROWS, COLUMNS, COUNT]), (0, 2, 1))
+    return tl.reshape(x, [ROWS, COUNT * COLUMNS])
+
+
+@constexpr_function
+def has_padding(operand):
+    """Whether pieces have padding; without it, piece order is the order of channels."""
+    return operand.piece_width != operand.padded_piece_width
+
+
+@jit
+def channels_of(column, OPERAND: tl.constexpr):
+    """The channels of columns in piece order, and whether they exist: the others are padding.
+
+    Columns may also be columns of a plane; then its first channel is 0.
+    """
+    if has_padding(OPERAND):
+        piece, place = column // OPERAND.padded_piece_width, column % OPERAND.padded_piece_width
+        channel = piece * OPERAND.piece_width + place
+        exists = (place < OPERAND.piece_width) & (piece < OPERAND.num_pieces)
+    else:
+        channel, exists = column, column < OPERAND.head_dim
+    return channel, exists
+
+
+@jit
+def in_piece_order(x, OPERAND: tl.constexpr):
+    """A tile [rows, padded_head_dim] in piece order; padding is zero."""
+    if has_padding(OPERAND):
+        channel, exists = channels_of(tl.arange(0, OPERAND.padded_columns), OPERAND)
+        x = _gathered(x, channel, exists)
+    return x
+
+
+@jit
+def planes_in_pieces(x, OPERAND: tl.constexpr):
+    """The planes of a tile in piece order: a tuple."""
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    parts = cut(x, OPERAND.padded_parts)
+    planes = ()
+    for i in tl.static_range(NUM_PLANES):
+        planes = planes + (parts[i],)  # type: ignore[assignment]  # noqa: RUF005
+    return planes
+
+
+@jit
+def planes_of(x, OPERAND: tl.constexpr):
+    """The planes of a tile [rows, padded_head_dim] in the order of channels, as a tuple of [rows, padded_width].
+
+    The padding of planes is zero.
+    """
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    if NUM_PLANES == 1:
+        planes = (x,)
+    elif OPERAND.head_dim == NUM_PLANES * OPERAND.padded_width and NUM_PLANES != 3:
+        planes = cut(x, NUM_PLANES)
+    else:
+        channel = tl.arange(0, OPERAND.padded_width)
+        planes = ()  # type: ignore[assignment]
+        for i in tl.static_range(NUM_PLANES):
+            plane = _gathered(x, channel + i * OPERAND.width, channel < OPERAND.width)
+            planes = planes + (plane,)  # type: ignore[assignment]  # noqa: RUF005
+    return planes
+
+
+@jit
+def _gathered(x, column, exists):
+    """The columns ``column`` of a tile, where ``exists``, and zero elsewhere; both are [columns]."""
+    ROWS: tl.constexpr = x.shape[0]
+    index = tl.broadcast_to(tl.where(exists, column, 0)[None, :], [ROWS, column.shape[0]])
+    return tl.where(exists[None, :], tl.gather(x, index, 1), 0)
