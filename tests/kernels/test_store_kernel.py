@@ -103,10 +103,13 @@ def test_stored_bytes_equal_the_specification(shape, role, device):
     assert_stores_like_the_specification(layout, x, positions, device=device, capacity=130)
 
 
-PADDED = [("turboquant_4bit", 96), ("turboquant_3bit", 96), ("turboquant_2.5bit", 96), ("turboquant_3bit", 80),
-          ("turboquant_3.5bit_seed7", 112), ("int4_per_token_head", 192), ("int2_per_token_head", 144),
-          ("int4_unrotated", 96), ("int3_unrotated", 48), ("int2_per_group_32", 96), ("lloyd_max_531", 48),
-          ("lloyd_max_42", 80), ("lloyd_max_4321", 96), ("turboquant_3bit", 192), ("turboquant_3bit", 256), ("int3_unrotated", 32)]  # fmt: skip
+PADDED = [
+    *[(f"turboquant_{bits}", 96) for bits in ("2.5bit", "3bit", "3.5bit_seed7", "4bit")],
+    *[("turboquant_3bit", head_dim) for head_dim in (80, 112, 192, 256)],
+    *[("int4_per_token_head", 192), ("int2_per_token_head", 144), ("int4_unrotated", 96), ("int3_unrotated", 48)],
+    *[("int2_per_group_32", 96), ("lloyd_max_531", 48), ("lloyd_max_42", 80), ("lloyd_max_4321", 96)],
+    ("int3_unrotated", 32),
+]
 """Formats and head_dims whose planes, or pieces of planes, have padding in a tile, and two without padding."""
 
 
