@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from kvcompile.compat.triton_names import target_info
 from kvcompile.kernels.formats.rotation import HASH_MULTIPLIERS as _HASH_MULTIPLIERS
 from kvcompile.kernels.lang.planes import cut, has_padding, side_by_side
+from kvcompile.kernels.lang.rounding import has_ptx
 from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 
 HASH_MULTIPLIERS = constant(_HASH_MULTIPLIERS)
@@ -93,36 +95,55 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
     if OPERAND.rotation_seed != 0:
         x = (x * random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]).to(x.dtype)
     RUNS: tl.constexpr = x.shape[1] // run_channels(OPERAND)
-    x = tl.dot(_runs_as_rows(x, RUNS), matrix.to(x.dtype), input_precision=PRECISION)
+    GROUPS: tl.constexpr = groups_of_rows(OPERAND)
+    x = _runs_as_rows(x, RUNS, GROUPS)
+    matrix = matrix.to(x.dtype)
+    if GROUPS > 1:
+        batch = tl.reshape(x, [GROUPS, x.shape[0] // GROUPS, x.shape[1]])
+        matrices = tl.broadcast_to(matrix[None, :, :], [GROUPS, matrix.shape[0], matrix.shape[1]])
+        x = tl.reshape(tl.dot(batch, matrices, input_precision=PRECISION), x.shape)
+    else:
+        x = tl.dot(x, matrix, input_precision=PRECISION)
     if moved_channels(OPERAND) == 4:
         pairs = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
         x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), x.shape)
-    return _in_pieces(_rotated_blocks(_rows_as_runs(x, RUNS), OPERAND), OPERAND)
+    return _in_pieces(_rotated_blocks(_rows_as_runs(x, RUNS, GROUPS), OPERAND), OPERAND)
+
+
+@constexpr_function
+def groups_of_rows(operand):
+    """In how many groups of rows a rotation multiplies: one for each warp on GPUs of compute capability 10, else one.
+
+    Tensor cores of compute capability 10 leave a product in their own memory, from which a thread gets whole rows. Its
+    runs would then lie in different threads. A batch of products runs on the older instructions instead.
+    """
+    has_whole_rows = has_ptx() and target_info.cuda_capability_geq(10, 0)
+    return max(4, operand.padded_head_dim // 32) if has_whole_rows else 1
 
 
 @jit
-def _runs_as_rows(x, RUNS: tl.constexpr):
+def _runs_as_rows(x, RUNS: tl.constexpr, GROUPS: tl.constexpr):
     """A tile [rows, columns] as [RUNS * rows, columns // RUNS]. After a product, one thread has all runs of a row.
 
     A thread has two rows of a product at a distance of 8, and others at a distance of 64 or 128 rows, depending on the
-    number of warps. Runs of a row therefore differ in bit 3 of the row index, and in its highest bits.
+    number of warps. Runs of a row therefore differ in bit 3 of the row index, and in its highest bits within a group.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1] // RUNS
     if RUNS > 1:
-        x = tl.permute(tl.reshape(x, [ROWS // 8, 8, RUNS // 2, 2, COLUMNS]), (2, 0, 3, 1, 4))
-        x = tl.reshape(x, [RUNS * ROWS, COLUMNS])
+        x = tl.reshape(x, [GROUPS, ROWS // GROUPS // 8, 8, RUNS // 2, 2, COLUMNS])
+        x = tl.reshape(tl.permute(x, (0, 3, 1, 4, 2, 5)), [RUNS * ROWS, COLUMNS])
     return x
 
 
 @jit
-def _rows_as_runs(x, RUNS: tl.constexpr):
+def _rows_as_runs(x, RUNS: tl.constexpr, GROUPS: tl.constexpr):
     """The inverse of :func:`_runs_as_rows`, as a tuple of the runs."""
     ROWS: tl.constexpr = x.shape[0] // RUNS
     COLUMNS: tl.constexpr = x.shape[1]
     if RUNS > 1:
-        x = tl.permute(tl.reshape(x, [RUNS // 2, ROWS // 8, 2, 8, COLUMNS]), (1, 3, 0, 2, 4))
-        x = tl.reshape(x, [ROWS, RUNS * COLUMNS])
+        x = tl.reshape(x, [GROUPS, RUNS // 2, ROWS // GROUPS // 8, 2, 8, COLUMNS])
+        x = tl.reshape(tl.permute(x, (0, 2, 4, 1, 3, 5)), [ROWS, RUNS * COLUMNS])
     return cut(x, RUNS)
 
 

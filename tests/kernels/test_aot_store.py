@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from aot_compilation import CPU, INT8, RESIDUAL, count, uses
+from aot_devices import Resources
 from formats_of_every_kind import BY_TOKEN
 from packed_bytes import empty_packed
 
@@ -45,6 +46,18 @@ def test_storing_compiles_for_every_format_and_spills_nothing_for_one_token(form
     instructions = kernel.asm["sass"].splitlines()
     # A rotated block of 64 tokens leaves few registers. The number of spills depends on the version of Triton.
     assert count(instructions, "LDL") + count(instructions, "STL") <= (0 if tokens == 1 else len(instructions) // 20)
+
+
+@pytest.mark.parametrize("capability", [100], indirect=True)
+@pytest.mark.parametrize(
+    "head_dim", [96, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
+def test_a_rotated_block_is_stored_with_few_spills_for_compute_capability_10(head_dim, compiled):
+    data = empty_packed(PackedLayout("turboquant_3bit", "key", head_dim), 64, 1, 2, CPU)
+    x = torch.zeros(1, 64, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
+    launch.store(data, x, torch.arange(64), None, "turboquant_3bit", "key")
+    (kernel,) = compiled["store"]
+    assert Resources.of(kernel).spilled <= 32
 
 
 @pytest.mark.parametrize(
