@@ -94,7 +94,7 @@ def _policy(name: str, text: str) -> Markup:
 
 def _summary(report: ReportData) -> Markup:
     if not report.graphs:
-        return element("p", "kvquant has compiled no graph with attention.")
+        return element("p", "kvquant has found no attention in a compiled graph yet.")
     totals = report.totals
     counts: dict[Outcome, int] = {
         "rewritten": totals.packed_layers,

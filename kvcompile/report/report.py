@@ -107,7 +107,7 @@ def ran(graph: GraphReport, plain_because: str | None = None) -> None:
 
 
 def last_report() -> Report:
-    """The report of the graph that was compiled last, in any thread; an empty report before the first graph."""
+    """The report of the last compiled graph in which attention was found, in any thread; empty before the first."""
     return _last
 
 

@@ -21,7 +21,9 @@ _HEADER = ("module", "cache", "attention", "formats (K / V)", "bytes")
 def render(report: ReportData) -> str:
     """One table for each graph, the reasons of sites that were not rewritten, and the totals."""
     if not report.graphs:
-        return "\n".join(["kvquant has compiled no graph yet", *(f"note: {note}" for note in report.notes)])
+        return "\n".join(
+            ["kvquant has found no attention in a compiled graph yet", *(f"note: {note}" for note in report.notes)]
+        )
     text = io.StringIO()
     console = Console(file=text, width=width(), color_system=None, markup=False, emoji=False, highlight=False)
     first_with: dict[tuple[Row, ...], int] = {}

@@ -344,7 +344,7 @@ def test_graphs_with_the_same_rows_are_printed_once() -> None:
 
 
 def test_a_report_without_graphs_says_so() -> None:
-    assert str(Report()) == "kvquant has compiled no graph yet"
+    assert str(Report()) == "kvquant has found no attention in a compiled graph yet"
 
 
 def test_json_holds_everything() -> None:
