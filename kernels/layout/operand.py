@@ -196,6 +196,11 @@ class PackedOperand:
         return triton.next_power_of_2(self.piece_width)
 
     @property
+    def store_warps(self) -> int:
+        """Warps of a program that stores a block: a thread holds up to 64 of its numbers."""
+        return max(4, self.padded_head_dim // 32)
+
+    @property
     def padded_columns(self) -> int:
         """Columns of a tile in piece order."""
         return self.num_pieces // self.num_parts * self.padded_parts * self.padded_piece_width

@@ -47,12 +47,12 @@ def store_tiles(capability: int, operand: PackedOperand, num_tokens: int, num_he
     if num_tokens == 1:
         return StoreTiles(1, 1, 1, 1, None)
     tokens = operand.block_tokens
-    num_warps = max(4, operand.padded_head_dim // 32)  # up to 64 elements per thread
     num_tiles = ceil_div(num_tokens, tokens)
     # A program of several tiles makes its rotation matrix once. But there must be enough programs to fill the device.
     tiles_per_program = max(1, min(4, num_tiles * num_heads // (32 * num_sms)))
     max_registers = _hopper_registers(operand) if capability == 9 else None
-    return StoreTiles(tokens, num_warps, tiles_per_program, ceil_div(num_tiles, tiles_per_program), max_registers)
+    programs = ceil_div(num_tiles, tiles_per_program)
+    return StoreTiles(tokens, operand.store_warps, tiles_per_program, programs, max_registers)
 
 
 def _hopper_registers(operand: PackedOperand) -> int:

@@ -118,7 +118,7 @@ def groups_of_rows(operand):
     runs would then lie in different threads. A batch of products runs on the older instructions instead.
     """
     has_whole_rows = has_ptx() and target_info.cuda_capability_geq(10, 0)
-    return max(4, operand.padded_head_dim // 32) if has_whole_rows else 1
+    return operand.store_warps if has_whole_rows else 1
 
 
 @jit

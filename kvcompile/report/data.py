@@ -29,6 +29,10 @@ NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
 """Reasons that are not faults: the policy leaves the cache unpacked, or the site has no cache."""
 
 
+NO_ATTENTION = "kvquant has found no attention in a compiled graph yet"
+"""The text of a report without graphs."""
+
+
 def outcome(site: Site) -> Outcome:
     """The outcome: ``rewritten``; ``skipped`` if the policy says so or there is no cache; otherwise ``refused``."""
     if site.rewritten:

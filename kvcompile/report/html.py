@@ -16,7 +16,7 @@ from importlib import resources
 from kvcompile.errors import plural
 from kvcompile.passes.notes.surroundings import SiteSurroundings, Surroundings
 from kvcompile.passes.site import CacheSummary, Site
-from kvcompile.report.data import Outcome, ReportData, enumerate_modules, modules_by_reason, outcome
+from kvcompile.report.data import NO_ATTENTION, Outcome, ReportData, enumerate_modules, modules_by_reason, outcome
 from kvcompile.report.drawing import arrow_head, describe, draw
 from kvcompile.report.markup import Markup, element, join
 
@@ -94,7 +94,7 @@ def _policy(name: str, text: str) -> Markup:
 
 def _summary(report: ReportData) -> Markup:
     if not report.graphs:
-        return element("p", "kvquant has found no attention in a compiled graph yet.")
+        return element("p", f"{NO_ATTENTION}.")
     totals = report.totals
     counts: dict[Outcome, int] = {
         "rewritten": totals.packed_layers,
