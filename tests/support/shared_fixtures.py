@@ -82,7 +82,8 @@ def with_vectors() -> contextlib.AbstractContextManager[None]:
 
 @pytest.fixture
 def vector_instructions() -> Iterator[None]:
-    with with_vectors():
+    """Kernels have vector instructions. One graph reads their headers once, so that these are not precompiled."""
+    with with_vectors(), torch._inductor.config.patch({"cpp_cache_precompile_headers": False}):
         yield
 
 
