@@ -24,11 +24,11 @@ def test_packed_programs_equal_plain_ones(seed: int, share: float, group: Group)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("part", range(12))
+@pytest.mark.sampled(18)
+@pytest.mark.parametrize("part", range(18))
 def test_corner_programs_run_packed_as_they_run_plain(part: int) -> None:
     programs = enumerate(corner_programs())  # every other one begins with packed caches
-    results = {program: run(program) for number, program in programs if number // 2 % 12 == part}
+    results = {program: run(program) for number, program in programs if number // 2 % 18 == part}
     for program, result in results.items():
         assert not result.failed, Failure(program, result)
     safe = [result.rewritten for program, result in results.items() if program.is_safe]

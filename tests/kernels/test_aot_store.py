@@ -105,7 +105,7 @@ def test_a_whole_cache_and_its_header_are_stored_with_few_spills(compiled):
     ("format_name", "role", "tokens"),
     [
         ("int4_per_channel", "key", 16),
-        ("int4_per_token_head", "value", 64),
+        pytest.param("int4_per_token_head", "value", 64, marks=pytest.mark.slow),
         pytest.param("int8_per_channel", "key", 16, marks=pytest.mark.slow),
     ],
 )
@@ -128,7 +128,7 @@ def test_storing_latents_compiles_without_spills(compiled):
     assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
 
 
-@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)], indirect=True)
 def test_row_major_tokens_are_gathered_in_words_of_16_bytes(compiled):
     for role, width in (("key", "128"), ("value", "U8")):
         layout = PackedLayout(INT8, role, 128)

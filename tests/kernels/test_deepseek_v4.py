@@ -237,8 +237,15 @@ def test_the_operators_pass_the_checks_of_torch_library():
         torch.library.opcheck(gather, gather_arguments(gather_lens))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("of", [spec, torch.ops.kvcompile], ids=["specification", "operators"])
+@pytest.mark.parametrize(
+    ("of", "backend"),
+    [
+        pytest.param(spec, "aot_eager", id="specification-aot_eager"),
+        pytest.param(spec, "inductor", id="specification-inductor", marks=pytest.mark.slow),
+        pytest.param(torch.ops.kvcompile, "aot_eager", id="operators-aot_eager"),
+        pytest.param(torch.ops.kvcompile, "inductor", id="operators-inductor"),
+    ],
+)
 def test_compiled_code_inserts_and_gathers_in_place(of, backend):
     def step(insert_arguments, gather_arguments):
         of.quantize_and_insert_k_cache(*insert_arguments)

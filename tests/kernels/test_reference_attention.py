@@ -262,9 +262,12 @@ def symbolic(mode, tensor, *dims):
     return mode.from_tensor(tensor, source=ConstantSource(f"input{id(tensor)}"), symbolic_context=context)
 
 
-@pytest.mark.parametrize("q_len", [1, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("q_len", "backend"),
+    [(1, "aot_eager"), *(pytest.param(q_len, "inductor", marks=pytest.mark.slow) for q_len in (1, 40))],
+)
 @torch.no_grad()
-def test_one_graph_serves_every_cache_length_capacity_and_batch(q_len):
+def test_one_graph_serves_every_cache_length_capacity_and_batch(q_len, backend):
     def fn(query, k_data, v_data, mask):
         return attend(query, k_data, v_data, *layouts, mask=mask, kv_len=mask.shape[-1])
 
@@ -282,7 +285,7 @@ def test_one_graph_serves_every_cache_length_capacity_and_batch(q_len):
         graph = make_fx(fn)(*fakes)
     assert all(isinstance(guard.expr, sympy.Eq) for guard in shape_env.guards)  # equal batches, equal capacities
 
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(graph, backend=counter, fullgraph=True)
     for sizes in [(130, 200), (128, 128, 3), (127, 128), (129, 640), (190, 192, 5), (600, 1000), (1024, 1024)]:
         case, tensors = inputs(*sizes)
