@@ -218,7 +218,14 @@ def test_attention_on_keys_that_are_computed_from_their_cache_is_packed(step: St
     assert [cache.role for cache in site.caches] == ["key", "value"]
 
 
-@pytest.mark.parametrize(("compute", "lengths"), [(rotate_halves, (62, 1, 1, 1, 1, 2)), (normalise, (62, 1, 1, 1, 1))])
+@pytest.mark.parametrize(
+    ("compute", "lengths"),
+    [
+        (rotate_halves, (62, 1, 1, 1, 1)),
+        (normalise, (62, 2, 2)),
+        pytest.param(rotate_halves, (62, 1, 1, 1, 1, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_growing_caches_of_such_keys_are_packed_from_the_first_call_on(
     compute: Callable[..., Tensor], lengths: tuple[int, ...]
 ) -> None:

@@ -170,7 +170,7 @@ STEPS = {whisper: (65, 1, 1, 2), functional: (65, 1, 1, 2), tokens_first: (65, 1
         (whisper, LOSSY, STEPS[whisper]),
         (functional, LOSSY, (65, 1)),
         (tokens_first, LOSSY, (65, 2)),
-        (window, LOSSY, (5, 1, 3)),
+        (window, LOSSY, (5, 1)),
         *(
             pytest.param(step, policy, lengths, marks=pytest.mark.slow)
             for step, lengths in STEPS.items()

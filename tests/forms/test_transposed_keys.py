@@ -64,7 +64,7 @@ def dense(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, PackedTensor) else x
 
 
-@pytest.mark.parametrize("policy", [LOSSLESS, LOSSY])
+@pytest.mark.parametrize("policy", [pytest.param(LOSSLESS, marks=pytest.mark.slow), LOSSY])
 def test_every_form_of_write_to_transposed_keys_is_packed(policy: str) -> None:
     def step(q: Tensor, new: Tensor, v: Tensor, pos: Tensor, keys: list[Tensor], values: Tensor) -> list[Tensor]:
         values.index_copy_(2, pos, v)
