@@ -36,7 +36,7 @@ def with_packed_buffers(model: Decoder, preset: str) -> Decoder:
 ON_CPU = [(write, preset, "fp32") for write, preset in zip(WRITES, itertools.cycle(PRESETS), strict=False)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("node_by_node_on_cpu")
 @pytest.mark.parametrize(
     ("write", "preset", "dtype_name", "device"),

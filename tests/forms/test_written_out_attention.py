@@ -467,7 +467,7 @@ MODELS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("name", MODELS)
 def test_eager_attention_of_transformers_is_packed(name: str) -> None:
