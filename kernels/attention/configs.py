@@ -91,6 +91,8 @@ RESERVED_NBYTES = 1 << 10
 PORTABLE = AttentionConfig(8, 64)
 FACTORS = AttentionConfig(8, 64, num_stages=2)
 FACTORS_ROTATED = AttentionConfig(8, 64, num_stages=1, programs_per_sm=4)
+FACTORS_ROTATED_NARROW = AttentionConfig(8, 64, num_stages=1, max_registers=128, programs_per_sm=4)
+"""For a head_dim of at most 64 channels, which fit 128 registers."""
 FACTORS_FLOAT32 = AttentionConfig(16, 64, num_stages=1)
 FLOAT32 = AttentionConfig(16, 64, num_stages=1)
 
@@ -165,7 +167,8 @@ def config_with_factors(
         rows: query rows per KV head.
         float32: whether products are computed in float32.
     """
-    config = FACTORS_FLOAT32 if float32 else FACTORS_ROTATED if key.rotated else FACTORS
+    rotated = FACTORS_ROTATED_NARROW if key.padded_head_dim <= 64 else FACTORS_ROTATED
+    config = FACTORS_FLOAT32 if float32 else rotated if key.rotated else FACTORS
     config = replace(config, rows=min(16, max(4, triton.next_power_of_2(rows))))
     itemsize = 4 if float32 else 2
     factors_nbytes = 2 * config.tokens * key.padded_head_dim * itemsize
@@ -174,8 +177,6 @@ def config_with_factors(
     # Levels that were multiplied by factors pass through shared memory, and so do levels of values in float32.
     other_nbytes = SCRATCH_NBYTES + query_nbytes + factors_nbytes // 2
     other_nbytes += _tile_nbytes(config, value, value, least_bits=32 if float32 else 16) // 2
-    if key.rotated:
-        other_nbytes += key.num_planes * key.padded_width * key.padded_head_dim * itemsize  # the rotation matrix
     exact_nbytes = 0
     if key.num_entries + value.num_entries > 0:
         exact_nbytes = SCRATCH_NBYTES + query_nbytes + 2 * _exact_nbytes(config, key, value, float32)

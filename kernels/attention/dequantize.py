@@ -11,12 +11,8 @@ from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows
 from kvcompile.kernels.tiles.packed import load_packed, unpack
-from kvcompile.kernels.tiles.rotation import (
-    rotated_ones,
-    rotation_of_planes,
-    unrotated_factor,
-    unrotated_levels,
-)
+from kvcompile.kernels.tiles.rotation import hadamard_ones, random_signs
+from kvcompile.kernels.tiles.runs import unrotate_levels, unrotation_matrix
 
 
 @jit(do_not_specialize=["first_pair", "num_kv_heads", "num_tokens", "num_blocks", "blocks_per_program"])
@@ -49,7 +45,7 @@ def dequantize_kernel(
     if HAS_BOUNDS:
         begin = tl.load(bounds_ptr + batch * 2) // TILE * TILE
         end = tl.minimum(tl.cdiv(tl.load(bounds_ptr + batch * 2 + 1), TILE) * TILE, end)
-    rotation = rotation_of_planes(OPERAND)
+    matrix = unrotation_matrix(OPERAND)
     for i in range(blocks_per_program):
         block = tl.program_id(1) * blocks_per_program + i
         if (block * BLOCK >= begin) & (block * BLOCK < end):
@@ -62,7 +58,7 @@ def dequantize_kernel(
                 _copy_exact(row_ptr, header_ptr, data_strides[0], block, tokens_left, OPERAND, PADDED)
             else:
                 _dequantize_block(
-                    row_ptr, header_ptr, data_strides[0], block, tokens_left, rotation, static_scale, OPERAND,
+                    row_ptr, header_ptr, data_strides[0], block, tokens_left, matrix, static_scale, OPERAND,
                     PRECISION, PADDED,
                 )  # fmt: skip
 
@@ -83,7 +79,7 @@ def _copy_exact(out_ptr, header_ptr, stride_block, block, tokens_left, OPERAND: 
 
 @jit
 def _dequantize_block(
-    out_ptr, header_ptr, stride_block, block, tokens_left, rotation, static_scale, OPERAND: tl.constexpr,
+    out_ptr, header_ptr, stride_block, block, tokens_left, matrix, static_scale, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Dequantize the tokens of a packed block."""
@@ -92,7 +88,7 @@ def _dequantize_block(
     levels = unpack(packed, scale, zero, OPERAND)
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     if OPERAND.rotated:
-        x = _rotate_levels(levels, scale, zero, rotation, OPERAND, PRECISION)
+        x = _rotate_levels(levels, scale, zero, matrix, OPERAND, PRECISION)
         _store_rows(out_ptr, x * static_scale, tokens_left, _row_width(OPERAND, PADDED), OPERAND, PADDED)
     else:
         for plane in tl.static_range(NUM_PLANES):
@@ -109,15 +105,17 @@ def _dequantize_block(
 
 
 @jit
-def _rotate_levels(levels, scale, zero, rotation, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def _rotate_levels(levels, scale, zero, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Vectors [tokens, channels] in the original basis, from levels in the stored basis, without the static scale."""
     tl.static_assert(OPERAND.granularity == "token")
-    x = unrotated_levels(levels, rotation, OPERAND, PRECISION) * OPERAND.largest_gain
+    x = unrotate_levels(levels, matrix, OPERAND, PRECISION) * OPERAND.largest_gain
     if OPERAND.has_scale:
         x = x * scale[:, None]
     if OPERAND.has_zero:
-        x = x + zero[:, None] * rotated_ones(rotation, OPERAND)[None, :]
-    return x * unrotated_factor(OPERAND)[None, :]
+        x = x + zero[:, None] * hadamard_ones(OPERAND)[None, :]
+    if OPERAND.rotation_seed != 0:
+        x = x * random_signs(tl.arange(0, OPERAND.padded_head_dim), OPERAND.rotation_seed)[None, :]
+    return x
 
 
 @jit

@@ -6,8 +6,8 @@ A program decodes a tile of packed keys in registers, and multiplies it by each 
 core products follow, with the query and with the paired query. Scales and zero points are applied to the tile before
 the factors, unless each token has one scale and no zero point. In that case the scale multiplies the scores.
 
-Levels of a rotated format are first multiplied by the rotation matrix, by another tensor core product. The norms and
-signs of the rotation are applied to both queries.
+Levels of a rotated format are first rotated to the original basis, by another tensor core product. The signs of the
+rotation are applied to both queries.
 
 Products are computed in the dtype of the query, in which the model would apply RoPE to keys. A factor may therefore be
 as large, or as small, as in the model. (Triton's interpreter multiplies in float32 for bfloat16.)
@@ -20,7 +20,8 @@ from kvcompile.kernels.lang.planes import planes_of
 from kvcompile.kernels.lang.tiles import transposed
 from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.packed import unpack
-from kvcompile.kernels.tiles.rotation import rotated_ones, rotation_of_planes, unrotated_factor, unrotated_levels
+from kvcompile.kernels.tiles.rotation import hadamard_ones, random_signs
+from kvcompile.kernels.tiles.runs import unrotate_levels, unrotation_matrix
 
 
 @constexpr_function
@@ -53,12 +54,6 @@ def planes_in_products(key):
     return key.num_planes, key.width, key.padded_width
 
 
-@constexpr_function
-def largest_norm(head_dim):
-    """The largest factor of :func:`kvcompile.kernels.tiles.rotation.rotation_norm`: the norm of the smallest block."""
-    return (head_dim & -head_dim) ** -0.5
-
-
 @jit
 def query_with_pairs(q, paired, score_scale, KEY: tl.constexpr):
     """The second operands of both products, from query rows and paired query rows [rows, padded_head_dim].
@@ -66,18 +61,17 @@ def query_with_pairs(q, paired, score_scale, KEY: tl.constexpr):
     Returns:
         operand: for each product a tuple of tiles [padded_width, columns], one for each plane of the products.
         factor: [rows], the factor of the scores.
-        rotation: the result of :func:`kvcompile.kernels.tiles.rotation.rotation_of_planes`.
+        matrix: the result of :func:`kvcompile.kernels.tiles.runs.unrotation_matrix`.
     """
     DTYPE: tl.constexpr = dtype_of_products(q.dtype)
     factor = tl.full([q.shape[0]], 1.0, tl.float32) * score_scale
     if KEY.rotated:
-        # If head_dim is a power of two, these factors are 1 and -1, and channels lose no bits.
-        norms = unrotated_factor(KEY) * (1.0 / largest_norm(KEY.head_dim))
-        q, paired = q.to(tl.float32) * norms[None, :], paired.to(tl.float32) * norms[None, :]
+        if KEY.rotation_seed != 0:
+            signs = random_signs(tl.arange(0, KEY.padded_head_dim), KEY.rotation_seed)[None, :]
+            q, paired = q * signs, paired * signs
         if not KEY.has_zero:
             factor = factor * KEY.largest_gain
-        factor = factor * largest_norm(KEY.head_dim)
-    return (_columns(q.to(DTYPE), KEY), _columns(paired.to(DTYPE), KEY)), factor, rotation_of_planes(KEY)
+    return (_columns(q.to(DTYPE), KEY), _columns(paired.to(DTYPE), KEY)), factor, unrotation_matrix(KEY)
 
 
 @jit
@@ -120,15 +114,15 @@ def scores_with_factors(
 
 
 @jit
-def _unrotated(levels, scale, zero, rotation, KEY: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile of keys in the original basis, without the norms and signs of the rotation: [TOKENS, padded_head_dim].
+def _unrotated(levels, scale, zero, matrix, KEY: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile of keys in the original basis, without the signs of the rotation: [TOKENS, padded_head_dim].
 
     If keys have no zero point, gain and scale are not applied either, because they multiply the scores.
     """
     tl.static_assert(KEY.granularity == "token")
-    x = unrotated_levels(levels, rotation, KEY, PRECISION)
+    x = unrotate_levels(levels, matrix, KEY, PRECISION)
     if KEY.has_zero:
-        x = x * (scale * KEY.largest_gain)[:, None] + zero[:, None] * rotated_ones(rotation, KEY)[None, :]
+        x = x * (scale * KEY.largest_gain)[:, None] + zero[:, None] * hadamard_ones(KEY)[None, :]
     return x
 
 

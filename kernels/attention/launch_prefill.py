@@ -232,13 +232,19 @@ def dequantize_pairs(
         (strides_of(data),),
         (first_pair, data.shape[2], num_tokens, num_blocks, at_once, static_scale),
         (operand, bounds is not None, tile, precision(data.device), padded),
-        {"num_warps": _warps_of_dequantize(operand, launcher.capability_of(data.device))},
+        _dequantize_options(operand, launcher.capability_of(data.device)),
     )
 
 
-def _warps_of_dequantize(operand: PackedOperand, capability: int) -> int:
-    """Warps of a program that dequantizes. The matrix of a wide rotation spills in four warps before Hopper."""
-    return 8 if operand.rotated and operand.padded_head_dim >= 128 and capability != 9 else 4
+def _dequantize_options(operand: PackedOperand, capability: int) -> dict[str, int]:
+    """Triton's launch options of the kernel that dequantizes.
+
+    On Hopper, rotated formats are up to a fifth faster with 20 warps per multiprocessor, or with 12 where a warp has
+    twice the numbers, than with the registers that the compiler would take.
+    """
+    if capability != 9 or not operand.rotated:
+        return {"num_warps": 4}
+    return {"num_warps": 4, "maxnreg": 96 if operand.padded_head_dim <= 128 else 160}
 
 
 def _launch_attention(

@@ -262,7 +262,7 @@ def exact_precision(device: torch.device, *, float32: bool) -> str:
 def blocks_per_program(rotated: bool, num_blocks: int, pairs: int, device: torch.device) -> int:
     """How many blocks of tokens one program stores or dequantizes, one after the other.
 
-    A program that makes a rotation matrix first (``rotated``) takes up to 16 blocks, as long as the device stays busy.
+    A program that makes a rotation matrix first (``rotated``) takes up to 4 blocks, as long as the device stays busy.
     Others take one, or more where the second dimension of the grid would exceed its limit of 65535 programs.
 
     Args:
@@ -272,4 +272,4 @@ def blocks_per_program(rotated: bool, num_blocks: int, pairs: int, device: torch
         device: on which the kernel runs.
     """
     at_once = num_blocks * pairs // (8 * num_sms_of(device)) if rotated else 1
-    return max(1, min(16, at_once), ceil_div(num_blocks, 65535))
+    return max(1, min(4, at_once), ceil_div(num_blocks, 65535))

@@ -7,6 +7,8 @@ planes and the pieces of such a tile. No number moves between threads if each th
 
 from __future__ import annotations
 
+import math
+
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 
 
@@ -46,6 +48,15 @@ def side_by_side(tiles):
             tiles = pairs
     x = tl.permute(tl.reshape(tiles[0], [ROWS, COLUMNS, COUNT]), (0, 2, 1))
     return tl.reshape(x, [ROWS, COUNT * COLUMNS])
+
+
+@jit
+def with_zeros(tiles, COUNT: tl.constexpr):
+    """COUNT tiles: equal tiles, and tiles of zeros after them."""
+    MISSING: tl.constexpr = COUNT - len(tiles)
+    for _ in tl.static_range(MISSING):
+        tiles = tiles + (tl.zeros(tiles[0].shape, tiles[0].dtype),)  # type: ignore[assignment, misc]  # noqa: RUF005
+    return tiles
 
 
 @constexpr_function
@@ -107,6 +118,30 @@ def planes_of(x, OPERAND: tl.constexpr):
             plane = _gathered(x, channel + i * OPERAND.width, channel < OPERAND.width)
             planes = planes + (plane,)  # type: ignore[assignment]  # noqa: RUF005
     return planes
+
+
+@constexpr_function
+def unpadded_channels(operand):
+    """The largest power of two that divides the channels of a plane and its padding."""
+    return math.gcd(operand.width, operand.padded_width)
+
+
+@jit
+def in_channel_order(planes, OPERAND: tl.constexpr):
+    """Planes [rows, padded_width] as a tile [rows, padded_head_dim] in the order of channels: inverse of planes_of."""
+    if OPERAND.num_planes == 1:
+        x = planes[0]
+    else:
+        CHANNELS: tl.constexpr = unpadded_channels(OPERAND)
+        NUM_PLANES: tl.constexpr = OPERAND.num_planes
+        TILES_OF_PLANE: tl.constexpr = OPERAND.width // CHANNELS
+        tiles = ()
+        for plane in tl.static_range(NUM_PLANES):
+            parts = cut(planes[plane], OPERAND.padded_width // CHANNELS)
+            for i in tl.static_range(TILES_OF_PLANE):
+                tiles = tiles + (parts[i],)  # type: ignore[assignment]  # noqa: RUF005
+        x = side_by_side(with_zeros(tiles, OPERAND.padded_head_dim // CHANNELS))
+    return x
 
 
 @jit

@@ -13,7 +13,7 @@ from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.store.tokens import encode_tile, load_positions, store_sections
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, has_entry, load_rows, row_ptrs, tag_ptrs
 from kvcompile.kernels.tiles.packed import decode_rows
-from kvcompile.kernels.tiles.rotation import rotation_matrix
+from kvcompile.kernels.tiles.runs import rotation_matrix
 
 
 @jit(do_not_specialize=["num_tokens", "capacity"])
@@ -112,7 +112,7 @@ def write_block(
         source: [block_tokens], the token of ``x`` for each row of the block, or -1 for a row that is not written.
         exact: whether the block's entry holds the block before the write.
         takes_entry: whether the entry holds the block after the write.
-        matrix: :func:`kvcompile.kernels.tiles.rotation.rotation_matrix` for a block.
+        matrix: :func:`kvcompile.kernels.tiles.runs.rotation_matrix` for a block.
     """
     BLOCK_TOKENS: tl.constexpr = OPERAND.block_tokens
     packed_ptr = block_ptr(header_ptr, stride_block, block, OPERAND)

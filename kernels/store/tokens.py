@@ -7,7 +7,7 @@ from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.store.code_pairs import packed_field, pairs_of
 from kvcompile.kernels.tiles.packed import tiles_of_words
-from kvcompile.kernels.tiles.rotation import rotates_by_products, rotation_matrix, to_stored_basis
+from kvcompile.kernels.tiles.runs import rotates_by_products, rotation_matrix, to_stored_basis
 
 
 @jit(do_not_specialize=["num_tokens", "capacity", "tiles_per_program"])

@@ -19,7 +19,7 @@ from kvcompile.kernels import launch
 from kvcompile.kernels.lang.triton import INTERPRETED
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.packing import write_tokens_
-from kvcompile.kernels.tiles import rotation
+from kvcompile.kernels.tiles import runs
 
 CPU = torch.device("cpu")
 
@@ -127,7 +127,7 @@ def test_a_block_and_a_part_of_a_block_are_stored_for_any_width_of_planes(shape,
 @pytest.mark.skipif(not INTERPRETED, reason="the number of groups follows from the GPU")
 @pytest.mark.parametrize(("head_dim", "groups"), [(16, 4), (64, 4), (96, 4), (192, 8), (256, 8)])
 def test_a_rotation_in_groups_of_rows_stores_the_same(head_dim, groups, monkeypatch):
-    monkeypatch.setattr(rotation, "groups_of_rows", lambda operand: groups)
+    monkeypatch.setattr(runs, "groups_of_rows", lambda operand: groups)
     layout = PackedLayout("turboquant_3bit", "key", head_dim)
     x = vectors(1, 1, 67, head_dim)
     assert_stores_like_the_specification(layout, x, torch.arange(67), device=CPU, capacity=130)
