@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 import triton
 from aot_compilation import CPU, GPUS, INT8, RESIDUAL, CountOnly, count, uses
+from aot_devices import Resources
 from formats_of_every_kind import in_turn
 from packed_bytes import empty_packed
 
@@ -375,6 +376,16 @@ def test_dequantizing_compiles(format_name, attending, monkeypatch):
     without_compiling(monkeypatch, (launch_prefill, "prefill_attention"))
     attend(format_name, format_name.replace("channel", "token_head"), q_len=64, head_dim=96)
     assert len(attending["dequantize"]) == 2
+
+
+@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("head_dim", [256, pytest.param(128, marks=pytest.mark.slow)])
+def test_rotated_vectors_are_dequantized_in_registers(head_dim, compiled):
+    layout = PackedLayout("turboquant_4bit", "value", head_dim)
+    data = empty_packed(layout, 1000, 1, 2, CPU)
+    launch.dequantize(data, 1000, torch.bfloat16, layout.spec, "value", head_dim)
+    (kernel,) = compiled["dequantize"]
+    assert Resources.of(kernel).spilled <= 32
 
 
 def attend_to_latents(num_heads, mask=None, kv_len=1000, **query_options):

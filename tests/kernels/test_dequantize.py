@@ -11,8 +11,10 @@ from formats_of_every_kind import KINDS, SHAPES
 from packed_bytes import empty_packed
 
 from kvcompile.kernels import launch
+from kvcompile.kernels.lang.triton import INTERPRETED
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
+from kvcompile.kernels.tiles import runs
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 
@@ -47,6 +49,24 @@ def test_every_format_is_read(format_name, device):
 def test_every_head_dim_is_read_without_padding(format_name, head_dim, device):
     layout, data = packed_cache(format_name, head_dim, 70, 70, "value")
     assert_reads_like_the_specification(layout, data, 70, torch.float32, device)
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize(
+    ("format_name", "head_dim"),
+    [("turboquant_3bit", 96), ("turboquant_4bit", 192), ("turboquant_2.5bit", 256), ("int2_per_token_head", 16)],
+)
+def test_planes_with_padding_and_of_many_runs_are_rotated_back(format_name, head_dim, role, device):
+    layout, data = packed_cache(format_name, head_dim, 70, 70, role, batch=1, heads=1)
+    assert_reads_like_the_specification(layout, data, 70, torch.float32, device)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the number of groups follows from the GPU")
+@pytest.mark.parametrize(("head_dim", "groups"), [(96, 4), (256, 8)])
+def test_a_rotation_in_groups_of_rows_is_undone(head_dim, groups, monkeypatch):
+    monkeypatch.setattr(runs, "groups_of_rows", lambda operand: groups)
+    layout, data = packed_cache("turboquant_3bit", head_dim, 67, 130, batch=1, heads=1)
+    assert_reads_like_the_specification(layout, data, 67, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 128])
