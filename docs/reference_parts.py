@@ -69,12 +69,11 @@ def gpus() -> str:
         share = f"{found['shared'] / 1024:.0f} of {found['limit'] / 1024:.0f} KiB"
         standing = gpu.standing + (" and compiled" if gpu.standing == "tested" else " only")
         calls = f"{found['calls']:,} of {found['of']:,}"
-        counts = f"{found['kernels']:,}", share, found["spilling"], found["slow"]
+        counts = f"{found['kernels']:,}", share, found["slow"]
         rows.append((gpu.devices, gpu.architecture, standing, calls, *counts))
-    rows.append(("T4, RTX 2080, V100 and older", "below 8.0", "refused", *[""] * 5))
-    rows.append(("other GPUs of AMD", "other names", "refused", *[""] * 5))
-    spills = "kernels that spill", "slow calls"
-    header = ("GPU", "architecture", "standing", "calls", "kernels", "largest program", *spills)
+    rows.append(("T4, RTX 2080, V100 and older", "below 8.0", "refused", *[""] * 4))
+    rows.append(("other GPUs of AMD", "other names", "refused", *[""] * 4))
+    header = ("GPU", "architecture", "standing", "calls", "kernels", "largest program", "slow calls")
     return table(header, [tuple(map(str, row)) for row in rows])
 
 

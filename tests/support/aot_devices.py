@@ -264,7 +264,7 @@ def _supports(pair: tuple[str, str], head_dim: int) -> bool:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The rows of docs/compatibility.md, one for each GPU: calls, kernels, the largest program, spills and slow calls.
+    """The rows of docs/compatibility.md, one for each GPU: calls, kernels, the largest program and slow calls.
 
     The entry ``slow`` names the slow calls, which have :func:`faults`.
     """
@@ -272,7 +272,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for name, gpu in GPUS.items():
         all_calls = sum(case.gpu == name for case in all_cases())
         limits = {"of": all_calls, "limit": gpu.multiprocessor.of_program}
-        found[str(name)] = {"calls": 0, **limits, "kernels": 0, "shared": 0, "spilling": 0, "slow": 0}
+        found[str(name)] = {"calls": 0, **limits, "kernels": 0, "shared": 0, "slow": 0}
     cases = {str(case): case for case in all_cases()}
     slow = {}
     for row in rows:
@@ -281,7 +281,6 @@ def summary(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         for kernel in kernels:
             gpu["kernels"] += 1
             gpu["shared"] = max(gpu["shared"], kernel.shared)
-            gpu["spilling"] += kernel.spilled > 0
         if reasons := faults(cases[row["case"]], kernels):
             gpu["slow"] += 1
             slow[row["case"]] = "; ".join(reasons)

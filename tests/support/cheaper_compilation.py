@@ -17,14 +17,14 @@ from torch.utils._config_module import ConfigModule
 def make_compilation_cheaper() -> None:
     """Skip work of a compilation that no test checks; compiled code stays the same.
 
-    Compilation makes many objects and little garbage, so the collector runs less often, and not after each graph. The
-    objects of some graphs wait for it together, which takes 100 MB. Dynamo names the function of each traced line in
-    its log, and reads whole files for it. It flushes the processor's caches to measure the time of a graph's guards,
-    which only its log shows. It also writes the whole stack of each change of an object into its log. PyTorch writes
-    out each graph as soon as its trace logger has a handler, and pytest adds a handler to every logger that does not
-    propagate. The trace logger therefore propagates here, and has no parent.
+    Compilation makes many objects and little garbage, so the collector runs less often, and not after each graph.
+    Dynamo names the function of each traced line in its log, and reads whole files for it. It flushes the processor's
+    caches to measure the time of a graph's guards, which only its log shows. It also writes the whole stack of each
+    change of an object into its log. PyTorch writes out each graph as soon as its trace logger has a handler, and
+    pytest adds a handler to every logger that does not propagate. The trace logger therefore propagates here, and has
+    no parent.
     """
-    gc.set_threshold(1_000_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
     torch._dynamo.config.run_gc_after_compile = False
     if hasattr(torch._dynamo.config, "side_effect_replay_policy"):  # from PyTorch 2.11 on
         torch._dynamo.config.side_effect_replay_policy = "silent"
