@@ -98,8 +98,8 @@ def unrotation_matrix(OPERAND: tl.constexpr):
 def unrotate_levels(levels, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Levels in the stored basis as vectors in the original basis: float32 [tokens, padded_head_dim].
 
-    The result lacks ``largest_gain`` and the random signs. Levels are exact in the dtype of the products, as the matrix
-    is.
+    ``largest_gain`` and the random signs are left to the caller. Levels and the matrix are exact in the dtype of the
+    products.
 
     Args:
         levels: for each plane a tile [tokens, padded_width], or with ``column_major`` its transpose.
@@ -138,7 +138,7 @@ def _products_of_runs(x, matrix, RUNS: tl.constexpr, OPERAND: tl.constexpr, PREC
 
 @constexpr_function
 def groups_of_rows(operand):
-    """In how many groups of rows a rotation multiplies: one for each warp on GPUs of compute capability 10, else one.
+    """The groups of rows that a rotation multiplies: one or two for each warp on compute capability 10, otherwise one.
 
     Tensor cores of compute capability 10 leave a product in their own memory, from which a thread gets whole rows. Its
     runs would then lie in different threads. A batch of products runs on the older instructions instead.
