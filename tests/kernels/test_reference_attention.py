@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from formats_of_every_kind import BY_TOKEN, in_turn
 from packed_bytes import empty_packed
 from releases import is_before
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -280,7 +281,7 @@ def test_one_graph_serves_every_cache_length_capacity_and_batch(q_len, backend):
     layouts = case.layouts
     dynamic_dims = [(0,), (0, 1), (0, 1), (1,)]
     shape_env = ShapeEnv()
-    with FakeTensorMode(shape_env=shape_env) as mode:
+    with enable_python_dispatcher(), FakeTensorMode(shape_env=shape_env) as mode:
         fakes = [symbolic(mode, tensor, *dims) for tensor, dims in zip(examples, dynamic_dims, strict=True)]
         graph = make_fx(fn)(*fakes)
     assert all(isinstance(guard.expr, sympy.Eq) for guard in shape_env.guards)  # equal batches, equal capacities
