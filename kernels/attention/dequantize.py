@@ -11,7 +11,7 @@ from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows
 from kvcompile.kernels.tiles.packed import load_packed, unpack
-from kvcompile.kernels.tiles.rotation import hadamard_ones, random_signs
+from kvcompile.kernels.tiles.rotation import hadamard_ones, with_random_signs
 from kvcompile.kernels.tiles.runs import unrotate_levels, unrotation_matrix
 
 
@@ -113,9 +113,7 @@ def _rotate_levels(levels, scale, zero, matrix, OPERAND: tl.constexpr, PRECISION
         x = x * scale[:, None]
     if OPERAND.has_zero:
         x = x + zero[:, None] * hadamard_ones(OPERAND)[None, :]
-    if OPERAND.rotation_seed != 0:
-        x = x * random_signs(tl.arange(0, OPERAND.padded_head_dim), OPERAND.rotation_seed)[None, :]
-    return x
+    return with_random_signs(x, OPERAND)
 
 
 @jit

@@ -20,7 +20,7 @@ from kvcompile.kernels.lang.planes import planes_of
 from kvcompile.kernels.lang.tiles import transposed
 from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.packed import unpack
-from kvcompile.kernels.tiles.rotation import hadamard_ones, random_signs
+from kvcompile.kernels.tiles.rotation import hadamard_ones, with_random_signs
 from kvcompile.kernels.tiles.runs import unrotate_levels, unrotation_matrix
 
 
@@ -66,9 +66,7 @@ def query_with_pairs(q, paired, score_scale, KEY: tl.constexpr):
     DTYPE: tl.constexpr = dtype_of_products(q.dtype)
     factor = tl.full([q.shape[0]], 1.0, tl.float32) * score_scale
     if KEY.rotated:
-        if KEY.rotation_seed != 0:
-            signs = random_signs(tl.arange(0, KEY.padded_head_dim), KEY.rotation_seed)[None, :]
-            q, paired = q * signs, paired * signs
+        q, paired = with_random_signs(q, KEY), with_random_signs(paired, KEY)
         if not KEY.has_zero:
             factor = factor * KEY.largest_gain
     return (_columns(q.to(DTYPE), KEY), _columns(paired.to(DTYPE), KEY)), factor, unrotation_matrix(KEY)

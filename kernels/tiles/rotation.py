@@ -11,17 +11,20 @@ HASH_MULTIPLIERS = constant(_HASH_MULTIPLIERS)
 @jit
 def rotate(x, OPERAND: tl.constexpr):
     """Rotate the rows of a float32 tile [rows, channels] into the stored basis."""
-    if OPERAND.rotation_seed != 0:
-        x *= random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
-    return hadamard(x, OPERAND.head_dim)
+    return hadamard(with_random_signs(x, OPERAND), OPERAND.head_dim)
 
 
 @jit
 def unrotate(x, OPERAND: tl.constexpr):
     """Inverse of :func:`rotate`."""
-    x = hadamard(x, OPERAND.head_dim)
+    return with_random_signs(hadamard(x, OPERAND.head_dim), OPERAND)
+
+
+@jit
+def with_random_signs(x, OPERAND: tl.constexpr):
+    """Rows [rows, channels] times the random signs of the rotation, float32; unchanged if the format has no signs."""
     if OPERAND.rotation_seed != 0:
-        x *= random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
+        x = x * random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
     return x
 
 

@@ -11,7 +11,7 @@ from kvcompile.compat.triton_names import target_info
 from kvcompile.kernels.lang.planes import cut, has_padding, in_channel_order, side_by_side, with_zeros
 from kvcompile.kernels.lang.rounding import has_ptx
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
-from kvcompile.kernels.tiles.rotation import hadamard_rows, random_signs, rotate
+from kvcompile.kernels.tiles.rotation import hadamard_rows, rotate, with_random_signs
 
 
 @constexpr_function
@@ -73,8 +73,7 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
     """
     if PRECISION == "ieee":
         x = x.to(tl.float32)  # the interpreter multiplies bit patterns
-    if OPERAND.rotation_seed != 0:
-        x = (x * random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]).to(x.dtype)
+    x = with_random_signs(x, OPERAND).to(x.dtype)
     RUNS: tl.constexpr = x.shape[1] // run_channels(OPERAND)
     x = _products_of_runs(x, matrix, RUNS, OPERAND, PRECISION)
     if moved_channels(OPERAND) == 4:
