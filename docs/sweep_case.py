@@ -27,7 +27,8 @@ from sweep_models import VOCAB_SIZE
 from torch import Tensor
 
 import kvcompile
-import kvcompile.backend
+import kvcompile.compilation.graph_compiler
+import kvcompile.compilation.plain
 from kvcompile.passes.graph.aten import replace_views_by_reshapes
 from kvcompile.passes.site import Site
 from kvcompile.policy.policy import Policy
@@ -117,8 +118,8 @@ def without_code_generation() -> Iterator[None]:
 
     torch._dynamo.reset()
     with (
-        mock.patch.object(kvcompile.backend, "compile_fx_inner", interpret),
-        mock.patch.object(kvcompile.backend, "_compile_plain", lambda gm, config, inputs: gm.forward),
+        mock.patch.object(kvcompile.compilation.graph_compiler, "compile_fx_inner", interpret),
+        mock.patch.object(kvcompile.compilation.plain, "compile_plain", lambda gm, config, inputs: gm.forward),
     ):
         yield
     torch._dynamo.reset()

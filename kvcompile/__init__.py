@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from kvcompile.packed.stack import PackedRanges as PackedRanges
     from kvcompile.packed.stack import PackedStack as PackedStack
     from kvcompile.packed.tensor import PackedTensor as PackedTensor
+    from kvcompile.parallel.reports import report_of_ranks as report_of_ranks
     from kvcompile.policy.policy import Policy as Policy
     from kvcompile.policy.presets import preset_names as preset_names
-    from kvcompile.rank_reports import report_of_ranks as report_of_ranks
     from kvcompile.report.report import Report as Report
     from kvcompile.report.report import collect_reports as collect_reports
     from kvcompile.report.report import last_report as last_report
@@ -83,7 +83,7 @@ _HOME = {
     "pack_": "call.read_only",
     "package": "packaging.package",
     "preset_names": "policy.presets",
-    "report_of_ranks": "rank_reports",
+    "report_of_ranks": "parallel.reports",
     "save_cache": "caches.file",
     "static_cache": "caches.static",
     "tune": "evaluation.tune",

@@ -12,7 +12,7 @@ from torch import nn
 from kvcompile.backend import kvquant
 from kvcompile.compat.modules import drop_compiled_call
 from kvcompile.errors import OptionsError, check_callable, shown
-from kvcompile.generation import Generation, is_generative
+from kvcompile.generation.generate import Generation, is_generative
 from kvcompile.policy.policy import OnUnsupported, PolicySpec
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])

@@ -11,9 +11,9 @@ from typing import Any
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 
-from kvcompile.context_parallel import shard_of
 from kvcompile.errors import OptionsError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
+from kvcompile.parallel.context_parallel import shard_of
 from kvcompile.policy.policy import OnUnsupported, Policy
 
 OWN_OPTIONS = ("policy", "on_unsupported", "verify", "context_parallel")
@@ -38,6 +38,11 @@ class BackendOptions:
     verify: bool = False
     shard: ContextShard | None = None
     mode: str | None = field(default=None, compare=False)
+
+    @property
+    def decide_about_cuda_graphs(self) -> bool:
+        """Whether these options say if Inductor records CUDA graphs."""
+        return self.mode is not None or "triton.cudagraphs" in self.inductor_config
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> BackendOptions:

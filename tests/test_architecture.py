@@ -56,19 +56,16 @@ files
 packed
 policy
 report
-agreement
-context_parallel
+parallel
+options
 call
 caches
-rank_reports
 debugging
-options
-launch_hint
 verification
+compilation
 backend
 packaging
 explaining
-batching
 generation
 compiling
 evaluation
@@ -83,8 +80,7 @@ ROOMS_WITH_TRANSFORMERS = (
     "kvcompile.compat.continuous_batching",
     "kvcompile.evaluation.",
     "kvcompile.caches.",
-    "kvcompile.generation",
-    "kvcompile.batching",
+    "kvcompile.generation.",
 )
 """The modules that import Transformers, inside the functions that need it."""
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcompile.caches.ranks import Ranks
-from kvcompile.context_parallel import Member
 from kvcompile.errors import CacheFileError
 from kvcompile.kernels.layout.axes import CACHE_AXES, divided_axes
 from kvcompile.kernels.layout.packed_layout import PackedLayout, num_blocks
+from kvcompile.parallel.context_parallel import Member
+from kvcompile.parallel.ranks import Ranks
 
 BLOCK_DIM, HEAD_DIM_OF_PACKED, HEAD_DIM_OF_PLAIN = 0, 2, 1
 """The dimensions of packed data [num_blocks, batch, num_kv_heads, block_bytes] and of plain keys that ranks divide."""

@@ -15,11 +15,11 @@ from kvcompile.caches import objects
 from kvcompile.caches.description import Reader, Writer, places_in_blocks
 from kvcompile.caches.disk import check_replaceable, write_tensors
 from kvcompile.caches.division import share_of
-from kvcompile.caches.ranks import Ranks
 from kvcompile.caches.save_on_ranks import save_on_ranks
 from kvcompile.caches.source import FORMAT, OWN_ENTRIES, VERSION, Source, check_origin
 from kvcompile.errors import CacheFileError, cut, one_line, shown
 from kvcompile.files import digests
+from kvcompile.parallel.ranks import Ranks
 
 _NOT_VALID = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, StopIteration)
 """Errors of code that reads a malformed description, or that makes tensors of the sizes in it."""

@@ -21,11 +21,11 @@ from kvcompile.caches.description import Writer, places_in_blocks
 from kvcompile.caches.disk import write_file, write_tensors
 from kvcompile.caches.division import BLOCK_DIM, head_dim_of, mapped, name_of, with_heads
 from kvcompile.caches.pieces import Piece
-from kvcompile.caches.ranks import Ranks
 from kvcompile.caches.source import INDEX, INDEX_FORMAT, INDEX_VERSION, PART_FORMAT, VERSION, names_of_parts, read_index
 from kvcompile.errors import CacheFileError
 from kvcompile.files import digests
 from kvcompile.kernels.layout.packed_layout import PackedLayout, num_blocks
+from kvcompile.parallel.ranks import Ranks
 
 _FUNCTION = "save_cache"
 

@@ -13,12 +13,12 @@ from torch import nn
 from kvcompile.compat.modules import original_module, uncompiled_call
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.compat.transformers import with_cache
-from kvcompile.context_parallel import shard_of
 from kvcompile.errors import KVCompileError, PolicyError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.parallel.context_parallel import shard_of
 from kvcompile.passes.graph.modules import layer_index
 from kvcompile.passes.site import FormatPair
 from kvcompile.policy.policy import Policy

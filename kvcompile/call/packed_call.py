@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.agreement import together
 from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
 from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
@@ -42,6 +41,7 @@ from kvcompile.packed.stack import PackedParts, PackedRanges, PackedStack, stack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.packed.writes import ROOM
+from kvcompile.parallel.agreement import together
 from kvcompile.passes.calling import InputAction, JoinedOutput, OutputAction, Rewritten, SplitStack
 from kvcompile.report import report
 

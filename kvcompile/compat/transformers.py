@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-# The methods of ``GenerationMixin`` that :mod:`kvcompile.generation` replaces, besides ``generate``. Without them,
-# ``generate()`` makes plain caches and uses its own compilation.
+# The methods of ``GenerationMixin`` that :mod:`kvcompile.generation.generate` replaces, besides ``generate``. Without
+# them, ``generate()`` makes plain caches and uses its own compilation.
 PREPARE_CACHE = "_prepare_cache_for_generation"
 COMPILES_FOR_ITSELF = "_valid_auto_compile_criteria"
 

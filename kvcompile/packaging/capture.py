@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvcompile.backend import ConfiguredBackend, compile_graph
+from kvcompile.backend import ConfiguredBackend
 from kvcompile.call.adoption import AdoptionError
 from kvcompile.compat.backends import ensure_registered, error_of_backend
+from kvcompile.compilation.graph_compiler import compile_graph
 from kvcompile.errors import KVCompileError, PackageError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.packaging.launches import inline_operators, operators_in_python

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import compiled_fx_graph_hash
 
-import kvcompile.backend
+import kvcompile.compilation.graph_compiler
 from kvcompile import collect_reports
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
@@ -264,13 +264,13 @@ def test_threads_run_compiled_steps_on_separate_caches() -> None:
 @node_by_node
 def test_inductors_cache_has_another_key_for_every_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[str] = []
-    interpret = kvcompile.backend.compile_fx_inner
+    interpret = kvcompile.compilation.graph_compiler.compile_fx_inner
 
     def keep_key(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
         keys.append(compiled_fx_graph_hash(gm, example_inputs, dict(kwargs), [])[0])
         return interpret(gm, example_inputs, **kwargs)
 
-    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", keep_key)
+    monkeypatch.setattr(kvcompile.compilation.graph_compiler, "compile_fx_inner", keep_key)
     policies = ["int8_per_token_head", "fp8_e4m3", "turboquant_4bit_nc", "int8_per_token_head"]
     for policy in policies:
         torch._dynamo.reset()

@@ -106,16 +106,16 @@ def test_options_override_the_mode() -> None:
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The options of every graph that is compiled."""
-    import kvcompile.backend
+    import kvcompile.compilation.graph_compiler
 
     seen: list[Any] = []
 
-    class Compiler(kvcompile.backend._GraphCompiler):
+    class Compiler(kvcompile.compilation.graph_compiler.GraphCompiler):
         def __init__(self, gm: Any, example_inputs: Any, options: Any, generate_code: Any) -> None:
             seen.append(options)
             super().__init__(gm, example_inputs, options, generate_code)
 
-    monkeypatch.setattr(kvcompile.backend, "_GraphCompiler", Compiler)
+    monkeypatch.setattr(kvcompile.compilation.graph_compiler, "GraphCompiler", Compiler)
     return seen
 
 

@@ -109,7 +109,7 @@ def inner_call(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         call.update(kwargs, gm=gm, example_inputs=example_inputs)
         raise _CompiledError
 
-    monkeypatch.setattr("kvcompile.backend.compile_fx_inner", compile_fx_inner)
+    monkeypatch.setattr("kvcompile.compilation.graph_compiler.compile_fx_inner", compile_fx_inner)
     pass_for_a_gpu(monkeypatch)
     return call
 

@@ -220,7 +220,7 @@ def test_cuda_graphs_take_pools_by_reference(monkeypatch: pytest.MonkeyPatch) ->
         call.update(kwargs, references=[value for value in example_inputs if value.dtype == torch.uint8])
         raise InterruptedError
 
-    monkeypatch.setattr("kvcompile.backend.compile_fx_inner", compile_fx_inner)
+    monkeypatch.setattr("kvcompile.compilation.graph_compiler.compile_fx_inner", compile_fx_inner)
     monkeypatch.setattr("kvcompile.passes.rewrite.insert._uses_kernels", lambda data: True)
     monkeypatch.setattr("kvcompile.passes.calling.Rewritten.on_cuda", True)
     new, places = inputs(1, 3)

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 import kvcompile
 from kvcompile import KVCompileError, OptionsError, PackedTensor, collect_reports
 from kvcompile.compat.transformers import with_cache
-from kvcompile.generation import Generation
+from kvcompile.generation.generate import Generation
 
 transformers = pytest.importorskip("transformers")
 from formats_of_every_kind import in_turn  # noqa: E402

@@ -19,7 +19,7 @@ from unittest import mock
 
 import kvcompile
 from kvcompile.caches import requests
-from kvcompile.generation import Generation
+from kvcompile.generation.generate import Generation
 from outside.plugin import LOSSLESS, Known, Way, packed_in_place_of
 
 Patch = AbstractContextManager[Any]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kvcompile.backend
+import kvcompile.compilation.rewriter
 from kvcompile import last_report
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
@@ -115,14 +115,14 @@ def check(fn: Attend, packed: list[Tensor], rtol: float = 1e-5) -> None:
 @pytest.mark.parametrize("fn", READS, ids=lambda fn: fn.__name__)
 def test_each_range_of_heads_is_a_separate_attention(fn: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    run = kvcompile.backend.run
+    run = kvcompile.compilation.rewriter.run
 
     def count(packing: Packing) -> Iterator[Pass]:
         yield from run(packing)
         nodes = packing.gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.attention.default)
         counts.append(len(nodes))
 
-    monkeypatch.setattr(kvcompile.backend, "run", count)
+    monkeypatch.setattr(kvcompile.compilation.rewriter, "run", count)
     monkeypatch.setattr("kvcompile.passes.rewrite.insert._uses_kernels", lambda data: True)
     check(fn, caches())
     assert counts == [READS[fn]]

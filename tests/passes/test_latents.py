@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph
 
-import kvcompile.backend
+import kvcompile.compilation.rewriter
 from kvcompile import last_report
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
@@ -119,14 +119,14 @@ def run(step: Any, lengths: tuple[int, ...] = (66, 4), device: str = "cpu") -> l
 def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Graph]]:
     """The graphs ``before`` and ``after`` the rewrite."""
     seen: dict[str, list[Graph]] = {"before": [], "after": []}
-    run = kvcompile.backend.run
+    run = kvcompile.compilation.rewriter.run
 
     def remember(packing: Packing) -> Iterator[Pass]:
         seen["before"].append(copy.deepcopy(packing.gm.graph))
         yield from run(packing)
         seen["after"].append(copy.deepcopy(packing.gm.graph))
 
-    monkeypatch.setattr(kvcompile.backend, "run", remember)
+    monkeypatch.setattr(kvcompile.compilation.rewriter, "run", remember)
     return seen
 
 

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import kvcompile.backend
+import kvcompile.compilation.graph_compiler
 from kvcompile.compat.operators import invoke_subgraph
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.kernels.formats.rotation import rotate, unrotate
@@ -61,7 +61,7 @@ def test_layers_share_attention_and_the_encoding_of_tokens(
     assert len(set(calls)) == 3
     torch._dynamo.reset()
     rewritten_graphs.clear()
-    monkeypatch.setattr(kvcompile.backend, "can_call_subgraphs", lambda: False)
+    monkeypatch.setattr(kvcompile.compilation.graph_compiler, "can_call_subgraphs", lambda: False)
     expanded = torch.compile(Layers(2), backend="kvquant", options={"policy": policy})
     for output, expected in zip(outputs, steps(expanded), strict=True):
         assert torch.equal(output, expected)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import kvcompile
-from kvcompile.context_parallel import shard_of
+from kvcompile.parallel.context_parallel import shard_of
 
 BATCH, HEADS, KV_HEADS, WIDTH, TOKENS = 2, 4, 2, 32, 200
 STEPS = (70, 58, *[1] * 12, 58)

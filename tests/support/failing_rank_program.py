@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from kvcompile import backend
-from kvcompile.agreement import together
-from kvcompile.context_parallel import shard_of
+from kvcompile.parallel.agreement import together
+from kvcompile.parallel.context_parallel import shard_of
 
 SECONDS = 10
 """The timeout of the process group."""

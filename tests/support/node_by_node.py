@@ -49,12 +49,13 @@ def running_node_by_node(operators: bool = False) -> Iterator[None]:
         operators: whether a rewritten graph has the operators of ``kvcompile::`` on any device, as on a GPU. Otherwise
             their plain-PyTorch specification is traced into a graph for a CPU, which takes longer.
     """
-    import kvcompile.backend  # not above: some tests look at a fresh import
+    import kvcompile.compilation.graph_compiler  # not above: some tests look at a fresh import
+    import kvcompile.compilation.plain
 
     with (
         rewriting_to_operators() if operators else contextlib.nullcontext(),
-        mock.patch.object(kvcompile.backend, "CAN_STORE", False),
-        mock.patch.object(kvcompile.backend, "compile_fx_inner", interpret),
-        mock.patch.object(kvcompile.backend, "_compile_plain", lambda gm, config, inputs: gm.forward),
+        mock.patch.object(kvcompile.compilation.graph_compiler, "CAN_STORE", False),
+        mock.patch.object(kvcompile.compilation.graph_compiler, "compile_fx_inner", interpret),
+        mock.patch.object(kvcompile.compilation.plain, "compile_plain", lambda gm, config, inputs: gm.forward),
     ):
         yield

@@ -21,11 +21,11 @@ from tiny_llama import tiny_llama
 from torch import Tensor
 
 import kvcompile
-from kvcompile.context_parallel import shard_of
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.parallel.context_parallel import shard_of
 
 BATCH, HEADS, TOKENS = 2, 12, 200
 LAYOUTS = [PackedLayout("int8_per_token_head", "key", HEAD_DIM), PackedLayout("int4_per_token_head", "value", HEAD_DIM)]

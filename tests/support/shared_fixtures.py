@@ -133,16 +133,16 @@ def node_by_node_on_cpu(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Graph]:
     """The graphs that would go to Inductor, one after the other; they run node by node."""
-    import kvcompile.backend
+    import kvcompile.compilation.graph_compiler
 
     graphs: list[torch.fx.Graph] = []
-    interpret = kvcompile.backend.compile_fx_inner
+    interpret = kvcompile.compilation.graph_compiler.compile_fx_inner
 
     def remember(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
         graphs.append(copy.deepcopy(gm.graph))
         return interpret(gm, example_inputs, **kwargs)
 
-    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", remember)
+    monkeypatch.setattr(kvcompile.compilation.graph_compiler, "compile_fx_inner", remember)
     return graphs
 
 

@@ -8,7 +8,7 @@ assisted decoding only since release 5.24. A :class:`Generation` replaces four m
 - ``_prepare_cache_for_generation`` takes a packed cache for the request; the next request reuses its memory;
 - ``_valid_auto_compile_criteria`` is false if kvcompile compiles the decode steps, so Transformers does not compile
   them;
-- ``init_continuous_batching`` makes a manager whose pages are packed (:mod:`kvcompile.batching`);
+- ``init_continuous_batching`` makes a manager whose pages are packed (:mod:`kvcompile.generation.generate_batch`);
 - a call of the model runs compiled if it is a decode step with the cache of the request, and otherwise eagerly.
 
 Some requests run without packed caches: requests without a cache, requests with a cache that Transformers offloads or
@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from kvcompile.backend import ConfiguredBackend
-from kvcompile.batching import drop_kept_manager, packed_manager
 from kvcompile.caches.pages import has_packed_pages
 from kvcompile.caches.prompt import updating_layers
 from kvcompile.caches.prompt_kernels import precompile_prompt
@@ -45,8 +44,9 @@ from kvcompile.compat.transformers import (
 )
 from kvcompile.compat.transformers import mask_length as mask_length_of
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
-from kvcompile.launch_hint import no_launch_hint
+from kvcompile.generation.generate_batch import drop_kept_manager, packed_manager
 from kvcompile.report import report
+from kvcompile.report.launch_hint import no_launch_hint
 
 _ATTRIBUTE = "_kvcompile_generation"
 """The attribute of a model that holds its Generation."""

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from kvcompile.options import BackendOptions
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.rewrite.make_replayable import can_replay
 from kvcompile.report import report
@@ -31,9 +30,9 @@ def no_launch_hint() -> Iterator[None]:
         _IS_QUIET.reset(token)
 
 
-def hint_at_cuda_graphs(options: BackendOptions) -> None:
-    """Give the hint for a recordable step, unless the caller or the options decide about CUDA graphs."""
-    if not (_IS_QUIET.get() or options.mode is not None or "triton.cudagraphs" in options.inductor_config):
+def hint_at_cuda_graphs() -> None:
+    """Give the hint for a recordable step, outside of :func:`no_launch_hint`."""
+    if not _IS_QUIET.get():
         _give()
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kvcompile.caches.ranks import Ranks
-from kvcompile.context_parallel import first_difference
 from kvcompile.errors import KVCompileError, OptionsError
+from kvcompile.parallel.context_parallel import first_difference
+from kvcompile.parallel.ranks import Ranks
 from kvcompile.passes.site import CacheSummary
 from kvcompile.report.data import ReportData, Totals, modules_by_reason
 

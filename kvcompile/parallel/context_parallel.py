@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from kvcompile.agreement import Agreement, take_part
 from kvcompile.compat.distributed import group_name
 from kvcompile.errors import OptionsError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
+from kvcompile.parallel.agreement import Agreement, take_part
 from kvcompile.passes.site import Site
 
 

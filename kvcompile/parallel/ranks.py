@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from kvcompile.compat.distributed import group_of
-from kvcompile.context_parallel import Member, member_of
 from kvcompile.errors import CacheFileError, one_line
 from kvcompile.kernels.layout.context_shard import ContextShard
+from kvcompile.parallel.context_parallel import Member, member_of
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kvcompile
-from kvcompile import launch_hint
-from kvcompile.launch_hint import HINT, no_launch_hint
+from kvcompile.report import launch_hint
+from kvcompile.report.launch_hint import HINT, no_launch_hint
 
 pytestmark = pytest.mark.usefixtures("seed_without_grad", "without_code_generation")
 

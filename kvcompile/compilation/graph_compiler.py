@@ -1,0 +1,335 @@
+"""Compiling one Dynamo graph, with packed caches where the passes prove them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch.fx import Graph, GraphModule
+from torch.fx.node import map_arg
+
+from kvcompile.call.digest import digest_of
+from kvcompile.call.earlier import Compilation, earlier_digest, remember, sizes_of
+from kvcompile.call.inputs import graph_inputs
+from kvcompile.call.key_outliers import KeyGuard
+from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
+from kvcompile.call.packed_code import Outcome, PackedCode, receiving_outcomes, without_symbols
+from kvcompile.call.shards import LocalShards, explained_error
+from kvcompile.call.stored_call import CallParts, StoredCall, StoredCode, check_storable, note_plain_caches
+from kvcompile.compat.ahead_of_time import is_ahead_of_time, keeping_code
+from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
+from kvcompile.compat.graphs import copied_graph
+from kvcompile.compat.inductor import BoxedBool, can_call_subgraphs, compile_fx, compile_fx_inner, views_by_method
+from kvcompile.compat.observing import dynamo_timed
+from kvcompile.compat.tracing import detect_fake_mode, forget_real_tensors
+from kvcompile.compilation import plain
+from kvcompile.compilation.rewriter import GraphRewriter
+from kvcompile.debugging.stages import GraphStages, Stage
+from kvcompile.kernels.ops import IMPLEMENTATIONS
+from kvcompile.kernels.precompile import precompile
+from kvcompile.options import BackendOptions
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.parallel.agreement import Agreement
+from kvcompile.parallel.context_parallel import check_agreement
+from kvcompile.passes.calling import GraphInput, Rewritten, in_dynamo_order
+from kvcompile.passes.graph.modules import sites_of
+from kvcompile.passes.graph.names import source_name
+from kvcompile.passes.graph.regions import expand_regions
+from kvcompile.passes.mark.mark_attention import mark_attention
+from kvcompile.passes.marker import add_digest
+from kvcompile.passes.notes.calls import call_of
+from kvcompile.passes.notes.surroundings import SiteSurroundings
+from kvcompile.passes.packing import Packing
+from kvcompile.passes.refusal import GiveUp, Reason, Refusal
+from kvcompile.passes.rewrite.caches import is_mutated
+from kvcompile.passes.site import Site, num_layers
+from kvcompile.report import report
+from kvcompile.report.launch_hint import hint_at_cuda_graphs, is_recordable_step
+from kvcompile.report.origin import Origin
+from kvcompile.report.recompile_limit import watch
+from kvcompile.report.weight_bytes import weight_bytes
+
+GenerateCode = Callable[[Packing | None], Callable[..., Any]]
+"""Takes a rewritten graph, or None for a graph that stays plain. Returns a function that computes the graph's outputs.
+
+For a rewritten graph, the function takes one list of inputs and may change this list. For a plain graph, each input is
+an argument.
+"""
+
+
+class _NothingRewritten(GiveUp):
+    """Raised to leave AOTAutograd when no site can be packed. Plain Inductor then compiles the unchanged graph."""
+
+
+class _NotStored(Exception):
+    """Raised to leave AOTAutograd when its cache does not have the code of an earlier compilation."""
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions, generate_code: GenerateCode | None = None
+) -> Callable[..., Any]:
+    """Compile Dynamo's graph. ``generate_code`` takes the place of Inductor."""
+    compiler = GraphCompiler(gm, list(example_inputs), options, generate_code)
+    try:
+        with compiler.stages.compiling():
+            return compiler.compile()
+    except Exception as error:
+        explained = explained_error(error, compiler.original_inputs)
+        if compiler.agreement is not None:
+            compiler.agreement.fail(explained or error)
+        if explained is not None:
+            raise explained from error
+        raise
+    finally:
+        compiler.release()
+
+
+class GraphCompiler:
+    """Compiles one Dynamo graph."""
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        example_inputs: list[Any],
+        options: BackendOptions,
+        generate_code: GenerateCode | None = None,
+    ) -> None:
+        self.options = options
+        self.generate_code = generate_code
+        self.original, self.original_inputs = gm, example_inputs
+        self.marked = copied_graph(gm)  # compile_fx takes ownership of its graph
+        sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+        self.shards = LocalShards(self.marked, example_inputs, sources)
+        self.example_inputs = self.shards.example_inputs
+        self.inputs = graph_inputs(self.marked, self.example_inputs, sources)
+        self.agreement = Agreement(options.shard) if options.shard is not None else None
+        self.packing: Packing | None = None
+        self.outcome: Outcome | None = None
+        self.graph: report.GraphReport | None = None
+        self.origin: Origin | None = None
+        self.verified_steps: int | None = None
+        self.must_be_stored = False
+        self.is_ahead_of_time = generate_code is None and is_ahead_of_time()
+        self.stages = GraphStages(options.policy, dict(enumerate(sources)))
+
+    def compile(self) -> Callable[..., Any]:
+        self.stages.show(Stage.dynamo, self.original)
+        with dynamo_timed("kvquant_mark_attention"):
+            marked = mark_attention(self.marked)
+        if not marked:
+            return self._compile_plain()
+        self.origin = Origin.of(self.marked, self.options.policy)
+        self.stages.show(Stage.marked, self.marked)
+        compiled = self._compile_marked()
+        if self.agreement is not None:
+            self.agreement.exchange(None)  # a rank without code would block the others in the first collective
+        return compiled
+
+    def _compile_marked(self) -> Callable[..., Any]:
+        if self._records_gradients():
+            sites = sites_of(self.marked)
+            for site in sites:
+                site.refuse(Refusal(Reason.training))
+            self._agree(sites)
+            self._report(sites)
+            return self._compile_plain()
+        try:
+            compiled = self._compile_packed()
+        except _NothingRewritten:
+            return self._compile_plain()
+        outcome, graph = self.outcome, self.graph
+        assert outcome is not None, "otherwise _NothingRewritten"
+        if graph is None:  # the code comes from PyTorch's cache
+            graph = self._report(outcome.sites, outcome.surroundings)
+        if outcome.is_recordable_step and not self.options.decide_about_cuda_graphs:
+            hint_at_cuda_graphs()
+        if self.is_ahead_of_time:
+            return self._storable(compiled, outcome, graph)
+        fallback = None
+        if self.generate_code is None:
+            fallback = plain.plain_for_any_inputs(copied_graph(self.original), self.options.inductor_config)
+        guard = None
+        if self.options.policy.key_outliers != "ignore":
+            guard = KeyGuard(outcome.caches, outcome.sources, outcome.sites, report.note)
+        # Return a method, because tools such as depyf look for the code object of the returned callable.
+        return AdoptingCall(
+            compiled, outcome.caches, outcome.stacks, fallback, graph, guard, self.conceals, self.shards,
+            self.options.shard,
+        ).__call__  # fmt: skip
+
+    def _storable(self, compiled: Any, outcome: Outcome, graph: report.GraphReport) -> StoredCall:
+        looks_at_keys = self.options.policy.key_outliers != "ignore"
+        parts = CallParts(outcome.caches, outcome.stacks, outcome.sources, self.conceals, looks_at_keys)
+        note_plain_caches(parts, self.inputs)
+        return StoredCall(compiled, self.options.inductor_config, parts, graph)
+
+    @property
+    def conceals(self) -> bool:
+        """Whether AOTAutograd unwraps tensor subclasses, so packed caches must be concealed."""
+        return any(known.dynamo_index is None for known in self.inputs)
+
+    def release(self) -> None:
+        """Forget the graph and its inputs, which the compiled code would keep alive through ``_inner_compile``."""
+        if self.is_ahead_of_time:
+            forget_real_tensors(self.original)
+        self.example_inputs, self.original_inputs, self.packing = [], [], None
+        self.shards.example_inputs = []
+        del self.original, self.marked
+
+    def _records_gradients(self) -> bool:
+        tensors = [value for value in self.original_inputs if isinstance(value, torch.Tensor)]
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+    def _compile_plain(self) -> Any:
+        if self.generate_code is not None:
+            return self.generate_code(None)
+        config = self.options.inductor_config
+        if not self.is_ahead_of_time:
+            return plain.compile_plain(self.original, config, self.original_inputs)
+        check_storable(is_divided=False)
+        with keeping_code():
+            return StoredCode(plain.compile_plain(self.original, config, self.original_inputs), config)
+
+    def _compile_packed(self) -> Any:
+        if self.is_ahead_of_time:
+            check_storable(is_divided=self.options.shard is not None or self.shards.are_used)
+            return self._compile_with(self.marked, uuid4().hex)  # a random key finds no code in the cache
+        digest = self._digest(self.inputs)
+        sizes = sizes_of(self.example_inputs)
+        if digest is None or sizes is None:
+            return self._compile_with(self.marked, digest)
+        earlier = earlier_digest(self.inputs, sizes, self._digest)
+        if earlier is not None:
+            self.must_be_stored = True
+            with contextlib.suppress(_NotStored):
+                return self._compile_with(copied_graph(self.marked), earlier)
+            self.must_be_stored = False
+        compiled = self._compile_with(self.marked, digest)
+        if self.outcome is not None:
+            remember(Compilation(digest, self.inputs, sizes, self.outcome.caches, self.outcome.stacks))
+        return compiled
+
+    def _compile_with(self, marked: GraphModule, digest: str | None) -> Any:
+        """The code of AOTAutograd and Inductor. Its key covers ``digest``; without one, AOTAutograd's cache is off."""
+        if digest is not None:
+            add_digest(marked.graph, digest)
+            for node in marked.graph.find_nodes(op="placeholder"):
+                node.type = None  # the key would differ between a plain cache and the packed cache that replaces it
+            marked.recompile()
+        cache = without_autograd_cache() if digest is None else storing_own_code()
+        with keeping_code() if self.is_ahead_of_time else cache, receiving_outcomes(self._know):
+            return compile_fx(
+                marked,
+                self._logical_inputs(),
+                inner_compile=self._inner_compile,
+                config_patches=self.options.inductor_config,
+            )
+
+    def _digest(self, inputs: Sequence[GraphInput]) -> str | None:
+        """The digest of the graph with this record of its inputs. None if PyTorch may not store its code."""
+        alone = self.options.shard is None  # stored code would have to name its rank and its group
+        generates = self.generate_code is None
+        if not CAN_STORE or not generates or self.stages.are_wanted or self.options.verify or not alone:
+            return None
+        calls = [call_of(node) for node in self.marked.graph.nodes]
+        return digest_of(self.options.policy, sites_of(self.marked), inputs, self.conceals, calls)
+
+    def _know(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+    def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if self.must_be_stored:
+            raise _NotStored
+        rewriter = GraphRewriter(self.options, self.inputs, self.example_inputs, self.stages)
+        static, cudagraphs = set(kwargs["static_input_idxs"]), bool(kwargs["cudagraphs"])
+        packing = self.packing = rewriter.rewrite(gm, example_inputs, static, cudagraphs)
+        self.verified_steps = rewriter.verified_steps
+        self._agree(packing.sites)
+        self.graph = self._report(packing.sites, packing.surroundings)
+        rewritten = packing.rewritten
+        if rewritten is None:
+            raise _NothingRewritten
+        self.outcome = self._outcome_of(packing, rewritten)
+        _precompile_kernels(gm.graph)
+        static = {index for index, known in enumerate(packing.inputs) if known.is_static}
+        if rewritten.by_reference:
+            static |= {action.index for action in rewritten.inputs} | set(rewritten.buffered_inputs)
+        kwargs["static_input_idxs"] = sorted(static)
+        if kwargs["cudagraphs"] and not packing.cudagraphs:
+            kwargs["cudagraphs"] = BoxedBool(False)
+        plan = CallPlan.of(rewritten, example_inputs, _dequantized_inputs(packing), self.conceals)
+        if self.generate_code is not None or not can_call_subgraphs():
+            expand_regions(gm)
+        compiled: Any
+        if self.generate_code is not None:
+            compiled = self.generate_code(packing)
+        else:
+            with contextlib.nullcontext() if self.is_ahead_of_time else storing_by_key(), views_by_method():
+                compiled = compile_fx_inner(gm, rewritten.example_inputs, **kwargs)
+        return PackedCode(compiled, plan, self.outcome, packing.cudagraphs, self.is_ahead_of_time)
+
+    def _agree(self, sites: Sequence[Site]) -> None:
+        if self.agreement is not None:
+            check_agreement(self.agreement, sites)
+
+    def _outcome_of(self, packing: Packing, rewritten: Rewritten) -> Outcome:
+        caches, stacks = in_dynamo_order(packing.inputs, len(self.inputs), len(self.example_inputs), rewritten)
+        return Outcome(
+            sites=tuple(packing.sites),
+            surroundings=tuple(packing.surroundings),
+            caches=without_symbols(caches),
+            stacks=stacks,
+            sources=tuple(packing.inputs[action.index].source for action in rewritten.inputs),
+            is_recordable_step=is_recordable_step(packing),
+        )
+
+    def _logical_inputs(self) -> list[Any]:
+        """The example inputs, with plain fakes in the place of packed caches and of inputs that may be plain caches.
+
+        AOTAutograd's key must be the same before and after a cache is packed. The key differs between fakes and real
+        tensors.
+        """
+        fake_mode = detect_fake_mode(self.example_inputs)
+        assert fake_mode is not None, "Dynamo traces in a fake mode"
+        placeholders = self.marked.graph.find_nodes(op="placeholder")
+        inputs = list(self.example_inputs)
+        for index, value in enumerate(inputs):
+            if isinstance(value, PackedSubclass):
+                logical = placeholders[index].meta["example_value"]
+                with fake_mode:
+                    inputs[index] = torch.empty(logical.shape, dtype=logical.dtype, device=logical.device)
+            elif type(value) is torch.Tensor and value.dim() >= 3 and not value.requires_grad:
+                inputs[index] = placeholders[index].meta["example_value"]
+        return inputs
+
+    def _report(self, sites: Sequence[Site], surroundings: Sequence[SiteSurroundings] = ()) -> report.GraphReport:
+        passes = self.packing.seconds if self.packing is not None else {}
+        weights = weight_bytes(self.example_inputs)
+        graph = report.record(sites, surroundings, weights, passes, self.origin, self.verified_steps)
+        watch(self.marked.graph)
+        self.stages.reported(graph)
+        graph.enforce(self.options.on_unsupported)
+        self.options.policy.check_rules(sites, num_layers(sites))
+        return graph
+
+
+def _precompile_kernels(graph: Graph) -> None:
+    """Compile the Triton kernels of a rewritten graph while Inductor generates its code."""
+    for op in IMPLEMENTATIONS:
+        for node in graph.find_nodes(op="call_function", target=op):
+            args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
+            precompile(op, tuple(args), dict(kwargs))
+
+
+def _dequantized_inputs(packing: Packing) -> list[DequantizedInput]:
+    """The packed inputs that are not proven KV caches: the graph takes their dequantized values."""
+    assert packing.rewritten is not None
+    proven = {action.index for action in packing.rewritten.inputs}
+    return [
+        DequantizedInput(index, is_mutated(node))
+        for index, (node, known) in enumerate(zip(packing.placeholders, packing.inputs, strict=True))
+        if known.arrives_packed and index not in proven
+    ]
