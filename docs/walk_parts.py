@@ -23,7 +23,7 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from kvcompile import backend
+from kvcompile.compilation import rewriter
 from kvcompile.debugging import stages
 from kvcompile.debugging.stages import Stage
 from kvcompile.passes import pipeline
@@ -132,7 +132,7 @@ def walk() -> Walk:
     model = torch.compile(Decoder().eval(), backend="kvquant", options={"policy": POLICY, **SCALAR})
     with (
         stages.watched_by(seen),
-        mock.patch.object(backend, "run", seen.run),
+        mock.patch.object(rewriter, "run", seen.run),
         mock.patch.object(GraphLowering, "compile_to_module", lambda lowering: seen.keep_code(lowering)),
         torch.no_grad(),
     ):

@@ -101,8 +101,8 @@ class Reason(enum.Enum):
     )
     unknown_write = (
         "its {role} cache is written by {op} in a form that is not recognised: {detail}",
-        "write vectors of all heads, with index_copy_, an index or slice assignment, scatter_, copy_ or cat; leave "
-        "tokens out with torch.where(mask, new, old), and reorder sequences with index_select",
+        "write vectors of all heads, with index_copy_, an index or slice assignment, scatter_, copy_ into a slice or "
+        "cat; leave tokens out with torch.where(mask, new, old), and reorder sequences with index_select",
     )
     used_elsewhere = (
         "its {role} cache {source} is also used by {user}",

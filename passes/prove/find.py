@@ -52,7 +52,13 @@ from kvcompile.passes.prove.latents import has_one_head, is_written, later_state
 from kvcompile.passes.prove.reads import Read, channels_not_last, trace_read
 from kvcompile.passes.prove.reorders import match_reorder
 from kvcompile.passes.prove.uses import UseChecker
-from kvcompile.passes.prove.why_not import check_not_returned_whole, check_whole, is_joined, no_cache
+from kvcompile.passes.prove.why_not import (
+    check_not_returned_whole,
+    check_whole,
+    is_copied_back,
+    is_joined,
+    no_cache,
+)
 from kvcompile.passes.prove.windows import is_growing, is_shifting, windows_of
 from kvcompile.passes.prove.writes import match_slice, match_write, returned_rows
 from kvcompile.passes.refusal import Reason, Refusal
@@ -301,6 +307,8 @@ class CacheFinder:
                     raise Refusal(Reason.read_before_write, role=role, source=cache_name(base))
                 if base in self.packed_inputs or (base in self.read_only_caches and not read.gathers):
                     return "read-only", None
+                if is_copied_back(base):
+                    raise no_cache(root, role, self.later_states)
                 raise Refusal(Reason.plain_read_only, role=role, source=cache_name(base))
             write_back = _find_write_back(last, base, order, axes)
             if write_back is not None:

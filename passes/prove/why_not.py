@@ -52,9 +52,10 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node 
         return Refusal(Reason.moved, role=role, source=" to ".join(map(str, devices)))
     if is_joined(root):
         return Refusal(Reason.joined, role=role, op=operation(root))
-    if _is_copied_back(root):
+    if is_copied_back(root):
         first = first_state(root)
-        op = operation((base or root) if first.op == "placeholder" else first)
+        writes_input = first is root and root.op == "placeholder"
+        op = "copy_" if writes_input else operation((base or root) if first.op == "placeholder" else first)
         return Refusal(Reason.unknown_write, role=role, op=op, detail="its result replaces the whole cache")
     is_computed = bool(states_behind(root, later_states.__contains__))
     return Refusal(Reason.computed_from_cache if is_computed else Reason.no_cache, role=role)
@@ -70,7 +71,7 @@ def is_joined(root: Node) -> bool:
     return has_cache and len({states[0] for states in parts}) > 1
 
 
-def _is_copied_back(root: Node) -> bool:
+def is_copied_back(root: Node) -> bool:
     """Whether an input is overwritten with ``root``, with a later state of it, or with a tensor that contains it."""
     states = states_of(root)
     made_here = states[0].op == "call_function"

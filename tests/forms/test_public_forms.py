@@ -324,6 +324,24 @@ def test_a_cache_that_cannot_be_packed_is_refused_with_a_reason(
     assert detail in str(site.reason)
 
 
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_copy_over_the_whole_cache_is_refused_with_a_reason(computed: bool) -> None:
+    def step(q: Tensor, k: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys.copy_(k * 2 if computed else k)
+        values.copy_(keys)
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    q, k = torch.randn(BATCH, NUM_HEADS, 1, HEAD_DIM), torch.randn(BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM)
+    expected = step(q, k, k.clone(), k.clone())
+    caches = [torch.zeros_like(k) for _ in range(2)]
+    out = torch.compile(step, backend="kvquant", options={"on_unsupported": "ignore"})(q, k, *caches)
+    torch.testing.assert_close(out, expected)
+    (site,) = kvcompile.last_report().sites
+    assert site.reason_code == "unknown_write"
+    assert "copy_" in str(site.reason) or computed
+    assert "its result replaces the whole cache" in str(site.reason)
+
+
 def test_attention_on_shared_latents_is_packed() -> None:
     caches = {"latents": torch.zeros(BATCH, MAX_LEN, HEAD_DIM), "rotary": torch.zeros(BATCH, MAX_LEN, 16)}
     check_layer(deepseek, caches, POLICIES[0], num_kv_heads=1)

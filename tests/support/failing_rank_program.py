@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,8 @@ from node_by_node import running_node_by_node
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from kvcompile import backend
+import kvcompile
+from kvcompile.compilation import graph_compiler, rewriter
 from kvcompile.parallel.agreement import together
 from kvcompile.parallel.context_parallel import shard_of
 
@@ -40,9 +42,9 @@ def is_faulty() -> bool:
 
 
 @contextmanager
-def failing(name: str) -> Iterator[None]:
+def failing(module: ModuleType, name: str) -> Iterator[None]:
     """A function of the backend fails inside the ``with`` block."""
-    with patch.object(backend, name, fail):
+    with patch.object(module, name, fail):
         yield
 
 
@@ -57,16 +59,16 @@ class OwnError(Model):
 
 def steps(ranks: Any, model: Model | None = None, policy: str = "int8_per_token_head") -> None:
     model = model or Model("cpu")
-    step = backend.kvquant(policy=policy, context_parallel=ranks, on_unsupported="ignore")
+    step = kvcompile.kvquant(policy=policy, context_parallel=ranks, on_unsupported="ignore")
     with running_node_by_node(operators=True):
         outputs(model, torch.compile(model, backend=step, dynamic=False))
 
 
-def in_backend(name: str) -> Callable[[Any], None]:
+def in_backend(module: ModuleType, name: str) -> Callable[[Any], None]:
     def case(ranks: Any) -> None:
         if not is_faulty():
             return steps(ranks)
-        with failing(name):
+        with failing(module, name):
             return steps(ranks)
 
     return case
@@ -86,7 +88,7 @@ def decisions(ranks: Any) -> None:
 
 def training(ranks: Any) -> None:
     """One rank records gradients, so it leaves its attention to plain Inductor."""
-    step = torch.compile(Model("cpu"), backend=backend.kvquant(context_parallel=ranks), dynamic=False)
+    step = torch.compile(Model("cpu"), backend=kvcompile.kvquant(context_parallel=ranks), dynamic=False)
     q, k, v = (torch.randn(2, heads, 1, WIDTH) for heads in (4, 2, 2))
     with running_node_by_node(operators=True), torch.set_grad_enabled(is_faulty()):
         step(q.requires_grad_(is_faulty()), k, v, torch.tensor([0]))
@@ -107,9 +109,9 @@ def model_code(ranks: Any) -> None:
 
 
 CASES: dict[str, Callable[[Any], None]] = {
-    "before packing": in_backend("mark_attention"),
-    "in packing": in_backend("run"),
-    "in code": in_backend("PackedCode"),
+    "before packing": in_backend(graph_compiler, "mark_attention"),
+    "in packing": in_backend(rewriter, "run"),
+    "in code": in_backend(graph_compiler, "PackedCode"),
     "adoption": adoption,
     "decisions": decisions,
     "training": training,
