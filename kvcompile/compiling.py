@@ -12,7 +12,7 @@ from torch import nn
 from kvcompile.backend import kvquant
 from kvcompile.compat.modules import drop_compiled_call
 from kvcompile.errors import OptionsError, check_callable, shown
-from kvcompile.generation.generate import Generation, is_generative
+from kvcompile.generation.generate import Generation, generative_models
 from kvcompile.policy.policy import OnUnsupported, PolicySpec
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
@@ -59,7 +59,8 @@ def compile(
     """Compile a model or function with packed KV caches, and prepare the ``generate()`` of a Transformers model.
 
     A module is compiled in place, as by ``model.compile(backend=kvquant(...))``, and returned. A function is unchanged,
-    and a compiled function is returned. Without ``model``, a decorator is returned.
+    and a compiled function is returned. Without ``model``, a decorator is returned. If a model has a ``generate()`` of
+    its own, such as a PEFT model or BLIP-2, the Transformers decoders that it contains are compiled, too.
 
     Afterwards ``generate()`` of a Transformers decoder, also in a pipeline, uses a cache that is packed from the start.
     No plain cache is allocated, and the next request reuses the memory. Eager code reads the prompt. Decode steps are
@@ -98,16 +99,19 @@ def _compile(model: Any, **how: Any) -> Any:
     check_callable(model, "compile")
     if not isinstance(model, nn.Module):
         return torch.compile(model, **how)
-    if is_generative(model) and how["backend"].options.shard is not None:
+    generative = generative_models(model)
+    if generative and how["backend"].options.shard is not None:
         raise OptionsError(
             "option context_parallel: generate() reads prompts in eager code, which ranks cannot split; compile the "
             "calls with torch.compile(model, backend=kvcompile.kvquant(context_parallel=...))"
         )
     uncompile(model)
-    if is_generative(model):
-        Generation(model, **how)
-    else:
+    if not generative:
         model.compile(**how)
+    outer = None
+    for decoder in generative:
+        generation = Generation(decoder, outer=outer, **how)
+        outer = generation if decoder is model else outer
     return model
 
 
@@ -122,8 +126,9 @@ def uncompile(model: nn.Module) -> nn.Module:
     Returns:
         ``model``.
     """
-    generation = Generation.of(model)
-    if generation is not None:
-        generation.remove()
-    drop_compiled_call(model)
+    for compiled in {*generative_models(model), model}:
+        generation = Generation.of(compiled)
+        if generation is not None:
+            generation.remove()
+        drop_compiled_call(compiled)
     return model

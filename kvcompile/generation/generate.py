@@ -79,6 +79,7 @@ class Request:
             them.
         records: whether decode steps may be CUDA graphs. Only one request at a time may record, because a step of
             another thread would overwrite its outputs.
+        has_prepared: whether the model has prepared a cache, so that it decodes itself and no model in it does.
     """
 
     is_custom: bool = False
@@ -86,6 +87,7 @@ class Request:
     decodes_with: Any = None
     keeps_outputs: bool = False
     records: bool = False
+    has_prepared: bool = False
 
     def is_decode_step(self, ids: Any, cache: Any) -> bool:
         """Whether a call with token ids ``ids`` adds one token to each sequence in the cache of this request."""
@@ -99,14 +101,17 @@ class Generation:
     methods of their class.
     """
 
-    def __init__(self, model: Any, backend: ConfiguredBackend, **how: Any) -> None:
+    def __init__(self, model: Any, backend: ConfiguredBackend, outer: Generation | None = None, **how: Any) -> None:
         """
         Args:
             model: a model for which :func:`is_generative` holds.
             backend: compiles the model. On GPUs, decode steps become CUDA graphs unless the backend has a mode.
+            outer: the Generation of a model that contains this one. During its requests, this model is compiled only
+                inside a ``generate()`` of its own that decodes for the outer model.
             how: further keywords of ``torch.compile``.
         """
         self._model = model
+        self._outer = outer
         self._cache_argument = cache_argument_of_generate(model)
         self._caches: RequestCaches | None = RequestCaches(model, backend.options.policy)
         self._options = backend.options
@@ -138,6 +143,9 @@ class Generation:
     # Called in place of the model's own methods; see their docstrings in Transformers
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
+        around = None if self._outer is None else self._outer._request
+        if around is not None and around.has_prepared:
+            return self._original("generate")(*args, **kwargs)
         with self._requested(Request(is_custom=kwargs.get("custom_generate") is not None)) as request:
             result = self._original("generate")(*args, **renamed_cache(kwargs, self._cache_argument))
             returned: Any = getattr(result, self._cache_argument, None)
@@ -150,6 +158,8 @@ class Generation:
         self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         request, cache = self._request, model_kwargs.get(self._cache_argument)
+        if request is not None:
+            request.has_prepared = True
         if request is not None and config.compile_config is not None:
             raise OptionsError(
                 "generate: compile_config is given, and kvcompile.compile has compiled this model already; drop "
@@ -180,6 +190,8 @@ class Generation:
         if torch.compiler.is_compiling() or has_packed_pages(kwargs.get("cache")):
             return uncompiled_call(self._model)(*args, **kwargs)
         request, records = self._request, False
+        if request is None and self._outer is not None and self._outer._request is not None:
+            return uncompiled_call(self._model)(*args, **kwargs)
         cache_of_call: Any = kwargs.get(self._cache_argument)
         if request is not None and not request.is_decode_step(kwargs.get("input_ids"), cache_of_call):
             look = None
@@ -286,9 +298,36 @@ def _look_at_keys(model: nn.Module, cache: Any) -> Callable[[Any, torch.Tensor],
     return look
 
 
+def generative_models(model: Any) -> list[Any]:
+    """The Transformers models whose ``generate()`` may run when ``model`` generates; an outer model comes first.
+
+    It is ``model`` alone, unless ``model`` has a ``generate()`` of its own, such as a PEFT model with adapters or
+    BLIP-2. Then the decoders that it contains may follow. Empty if ``model`` does not generate, or is an
+    encoder-decoder.
+    """
+    mixin = _generation_mixin(model)
+    if mixin is None and not callable(getattr(model, "generate", None)):
+        return []
+    own = [model] if is_generative(model) else []
+    if mixin is not None and (not own or type(model).generate is mixin.generate):
+        return own
+    return own + _outermost([module for module in model.modules() if module is not model and is_generative(module)])
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """The modules that no other one of ``modules`` contains."""
+    inner = {module for outer in modules for module in outer.modules() if module is not outer}
+    return [module for module in modules if module not in inner]
+
+
 def is_generative(model: Any) -> bool:
     """Whether ``model`` is a Transformers model that generates with one cache, not an encoder-decoder."""
-    return any(cls.__name__ == "GenerationMixin" for cls in type(model).__mro__) and not model.config.is_encoder_decoder
+    return _generation_mixin(model) is not None and not model.config.is_encoder_decoder
+
+
+def _generation_mixin(model: nn.Module) -> Any:
+    """The class from which ``model`` inherits ``generate()``; None for other models."""
+    return next((cls for cls in type(model).__mro__ if cls.__name__ == "GenerationMixin"), None)
 
 
 def _forwarding(name: str, model: nn.Module) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ def module_name(node: Node) -> str:
         return ""
     path, _ = list(stack.values())[-1]
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
-    parts = [part for part in path.split(".") if part and part not in ("_modules", "_orig_mod")]
+    parts = [part for part in path.split(".") if part and part not in ("_modules", "_orig_mod", "__dict__")]
     if parts[:1] in (["L"], ["G"]):  # a local or global variable of the compiled frame, then its name
         is_argument = parts[1:2] == ["args"] and parts[2:3] != [] and parts[2].isdigit()  # of a decorator's *args
         parts = parts[3:] if is_argument else parts[2:]

@@ -73,17 +73,17 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     The trash sectors at the beginning stay zeros, as Transformers promises.
     """
-    from kvcompile import batching
+    from kvcompile.generation import generate_batch
 
     made: list[Any] = []
-    pack = batching.pack_updates
+    pack = generate_batch.pack_updates
 
     def poison(cache: Any) -> None:
         pack(cache)
         cache.cache_tensor[2 * cache.bytes_per_sector :].fill_(255)
         made.append(cache)
 
-    monkeypatch.setattr(batching, "pack_updates", poison)
+    monkeypatch.setattr(generate_batch, "pack_updates", poison)
     return made
 
 
