@@ -26,6 +26,7 @@ from kvcompile.compat.inductor import BoxedBool, can_call_subgraphs, compile_fx,
 from kvcompile.compat.observing import dynamo_timed
 from kvcompile.compat.tracing import detect_fake_mode, forget_real_tensors
 from kvcompile.compilation import plain
+from kvcompile.compilation.control_flow import check_control_flow
 from kvcompile.compilation.rewriter import GraphRewriter
 from kvcompile.debugging.stages import GraphStages, Stage
 from kvcompile.kernels.ops import IMPLEMENTATIONS
@@ -186,6 +187,7 @@ class GraphCompiler:
     def _compile_plain(self) -> Any:
         if self.generate_code is not None:
             return self.generate_code(None)
+        check_control_flow(self.original, self.original_inputs)
         config = self.options.inductor_config
         if not self.is_ahead_of_time:
             return plain.compile_plain(self.original, config, self.original_inputs)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import compiled_fx_graph_hash
 
@@ -259,6 +260,19 @@ def test_threads_run_compiled_steps_on_separate_caches() -> None:
 
 
 # Keys of caches on disk
+
+
+@node_by_node
+def test_a_branch_that_takes_a_packed_cache_is_an_error_that_names_the_cache() -> None:
+    def branch(q: Tensor, keys: Tensor, values: Tensor, wanted: Tensor) -> Tensor:
+        result: Tensor = torch.cond(wanted, F.scaled_dot_product_attention, lambda q, *_: q.clone(), (q, keys, values))
+        return result
+
+    caches, (q, k, v, pos) = new_caches(), tokens(1, 0)
+    compiled(branch)(q, *caches, torch.tensor(True))  # plain caches stay plain
+    compiled(step)(q, k, v, *caches, pos)
+    with pytest.raises(BackendCompilerFailed, match=r"cond \(.*torch.cond.*\) takes the packed cache keys"):
+        compiled(branch)(q, *caches, torch.tensor(True))
 
 
 @node_by_node
