@@ -113,5 +113,14 @@ class Site:
 
 
 def num_layers(sites: Sequence[Site]) -> int:
-    """The number of layers that the sites of one graph belong to."""
+    """The number of layers of a model with these sites."""
     return 1 + max((site.layer or 0 for site in sites), default=0)
+
+
+def num_layers_in_graph(sites: Sequence[Site]) -> int | None:
+    """The number of layers of the model, as far as one graph with these sites tells it.
+
+    None for a single site. It may be one layer of a model whose layers are compiled one by one, or with graph breaks
+    between them.
+    """
+    return num_layers(sites) if len(sites) > 1 else None

@@ -84,7 +84,9 @@ def static_cache(
 
 def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) -> StaticCache:
     """Run one token to fill ``cache`` with tensors that have shapes, dtypes and devices, but no memory."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    # Without this stance, modules that are compiled in the model would run their code on tensors without memory.
+    stance = torch.compiler.set_stance("force_eager")
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), stance:
         ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
         try:
             # Without this, a compiled model would compile for this call, or run kernels on tensors without memory.

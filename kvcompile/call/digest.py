@@ -17,7 +17,7 @@ from kvcompile.errors import PolicyError
 from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS
 from kvcompile.passes.calling import GraphInput
 from kvcompile.passes.notes.calls import Call
-from kvcompile.passes.site import Site, num_layers
+from kvcompile.passes.site import Site, num_layers_in_graph
 from kvcompile.policy.policy import Policy
 
 
@@ -40,7 +40,7 @@ def digest_of(
     if not has_only_own_formats():
         return None  # the code of another format is not in the digest
     try:
-        formats = [policy.formats_for(site.module, site.layer, num_layers(sites)) for site in sites]
+        formats = [policy.formats_for(site.module, site.layer, num_layers_in_graph(sites)) for site in sites]
     except PolicyError:
         return None  # the passes raise it where the report names the site
     parts = (code_of(Path(__file__).parent.parent), policy.fingerprint(), sites, formats, inputs, conceals, calls)

@@ -46,7 +46,7 @@ from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.refusal import GiveUp, Reason, Refusal
 from kvcompile.passes.rewrite.caches import is_mutated
-from kvcompile.passes.site import Site, num_layers
+from kvcompile.passes.site import Site, num_layers_in_graph
 from kvcompile.report import report
 from kvcompile.report.launch_hint import hint_at_cuda_graphs, is_recordable_step
 from kvcompile.report.origin import Origin
@@ -314,7 +314,9 @@ class GraphCompiler:
         watch(self.marked.graph)
         self.stages.reported(graph)
         graph.enforce(self.options.on_unsupported)
-        self.options.policy.check_rules(sites, num_layers(sites))
+        layers = num_layers_in_graph(sites)
+        if layers is not None or not any(known.arrives_packed for known in self.inputs):
+            self.options.policy.check_rules(sites, layers)
         return graph
 
 

@@ -37,10 +37,27 @@ class LayerSet:
             raise PolicyError(f"layers has {len(items)} items; give at most {MAX_ITEMS}, such as ranges '0-31'")
         return cls(tuple(_parse_item(item.strip()) for item in items))
 
-    def contains(self, layer: int, num_layers: int) -> bool:
-        """Whether the set contains layer ``layer`` of a model of ``num_layers`` layers."""
-        layers = range(num_layers)
-        return any(layer in layers[start:stop] for start, stop in self.slices)
+    def contains(self, layer: int, num_layers: int | None) -> bool:
+        """Whether the set contains layer ``layer`` of a model of ``num_layers`` layers.
+
+        If the number of layers is unknown, items that count from the last layer contain no layer.
+        """
+        if num_layers is None:
+            return any(layer in range(layer + 1)[item] for item in self._items if not _counts_from_the_end(item))
+        return any(layer in range(num_layers)[item] for item in self._items)
+
+    @property
+    def counts_from_the_end(self) -> bool:
+        """Whether an item counts from the last layer."""
+        return any(map(_counts_from_the_end, self._items))
+
+    @property
+    def _items(self) -> list[slice]:
+        return [slice(*item) for item in self.slices]
+
+
+def _counts_from_the_end(item: slice) -> bool:
+    return (item.start or 0) < 0 or (item.stop or 0) < 0
 
 
 def _parse_item(item: str) -> tuple[int | None, int | None]:

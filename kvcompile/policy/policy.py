@@ -27,7 +27,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -116,13 +116,13 @@ class Match(Strict):
             raise PolicyError("give layers or module; formats for all layers belong in default")
         return self
 
-    def matches(self, module: str, layer: int | None, num_layers: int, matcher: patterns.Matcher) -> bool:
+    def matches(self, module: str, layer: int | None, num_layers: int | None, matcher: patterns.Matcher) -> bool:
         """Whether a site matches.
 
         Args:
             module: qualified name of the module that calls attention.
             layer: its layer index; None if the name has none.
-            num_layers: layers of the whole model, which negative indices count from.
+            num_layers: layers of the whole model, which negative indices count from; None if it is unknown.
             matcher: matches the regular expressions of the policy.
 
         Raises:
@@ -288,14 +288,15 @@ class Policy(Strict):
             raise PolicyError(*lines) from None
 
     def formats_for(
-        self, module: str, layer: int | None, num_layers: int, *, sizes_only: bool = False
+        self, module: str, layer: int | None, num_layers: int | None, *, sizes_only: bool = False
     ) -> FormatPair | None:
         """The formats of the attention site in ``module``; None leaves its cache unpacked.
 
         Args:
             module: qualified name of the module that calls attention.
             layer: its layer index; None if the name has none, and then no rule with ``layers`` matches.
-            num_layers: layers of the whole model, which negative indices count from.
+            num_layers: layers of the whole model, which negative indices count from. None if it is unknown, and then
+                no negative index matches.
             sizes_only: whether formats without transforms suffice, because nothing will be stored in them.
 
         Raises:
@@ -320,7 +321,7 @@ class Policy(Strict):
             sink_tokens=tokens.get("sink_tokens", formats.sink_tokens),
         )
 
-    def choice_for(self, module: str, layer: int | None, num_layers: int) -> Choice:
+    def choice_for(self, module: str, layer: int | None, num_layers: int | None) -> Choice:
         """The rule for the attention site in ``module``, or the default. Arguments are as in :meth:`formats_for`."""
         index = self._rule_for(module, layer, num_layers)
         return self.default if index is None else self.rules[index]
@@ -338,41 +339,59 @@ class Policy(Strict):
         named = {part.transforms: part.transforms_of_layers for part in elements if part.transforms is not None}
         return [transforms for transforms in named.values() if transforms is not None]
 
-    def _rule_for(self, module: str, layer: int | None, num_layers: int) -> int | None:
+    def _rule_for(self, module: str, layer: int | None, num_layers: int | None) -> int | None:
         site = (module, layer, num_layers)
         if site not in self._decided:
             indices = (i for i, rule in enumerate(self.rules) if self._matches(rule, module, layer, num_layers))
             self._decided[site] = next(indices, None)
         return self._decided[site]
 
-    def _matches(self, rule: Rule, module: str, layer: int | None, num_layers: int) -> bool:
+    def _matches(self, rule: Rule, module: str, layer: int | None, num_layers: int | None) -> bool:
         return rule.match.matches(module, layer, num_layers, self._matcher)
 
     @functools.cached_property
-    def _decided(self) -> dict[tuple[str, int | None, int], int | None]:
+    def _decided(self) -> dict[tuple[str, int | None, int | None], int | None]:
         """A cache of the index of the rule for each site."""
         return {}
+
+    @functools.cached_property
+    def _warned(self) -> set[str]:
+        """The warnings that were given."""
+        return set()
 
     @functools.cached_property
     def _matcher(self) -> patterns.Matcher:
         return patterns.Matcher()
 
-    def unmatched_rules(self, sites: Iterable[Site], num_layers: int) -> list[str]:
-        """One line for every rule that decides no site of a whole model; ``sites`` are all its attention sites."""
+    def unmatched_rules(self, sites: Iterable[Site], num_layers: int | None) -> list[str]:
+        """One line for every rule that decides no site of a model, as far as its attention sites tell.
+
+        Args:
+            sites: all attention sites of the model; or the only site of a graph, which may be one of several layers.
+            num_layers: layers of the model; None if the number is unknown. Rules for other layers then have no line.
+        """
         sites = list(sites)
         used = {self._rule_for(site.module, site.layer, num_layers) for site in sites}
+        names = ", ".join(site.module or "top level" for site in sites[:3]) + (", ..." if len(sites) > 3 else "")
         lines = []
         for i, rule in enumerate(self.rules):
             if i in used:
                 continue
             taken = any(self._matches(rule, site.module, site.layer, num_layers) for site in sites)
             what = "decides nothing: earlier rules take every site it matches" if taken else "matches no attention site"
-            names = ", ".join(site.module or "top level" for site in sites[:3]) + (", ..." if len(sites) > 3 else "")
+            if num_layers is None and rule.match.layers is not None:
+                unknown = _unknown_number(LayerSet.parse(rule.match.layers), sites)
+                if unknown is None:
+                    continue
+                what = (
+                    f"cannot be decided: a layer that is compiled alone does not tell {unknown}; compile the whole "
+                    "model, or make its cache with kvcompile.static_cache"
+                )
             lines.append(f"policy: rule {i + 1} ({rule.match}) {what} (sites: {names or 'none'})")
         return lines
 
-    def check_rules(self, sites: Iterable[Site], num_layers: int) -> None:
-        """Warn about rules that decide no site of a whole model; ``sites`` are all its attention sites.
+    def check_rules(self, sites: Iterable[Site], num_layers: int | None) -> None:
+        """Warn about :meth:`unmatched_rules`, whose arguments are the same. Each warning is given once.
 
         Raises:
             PolicyError: the policy is strict and has such a rule.
@@ -381,7 +400,9 @@ class Policy(Strict):
         if lines and self.strict:
             raise PolicyError(*lines)
         for line in lines:
-            log.warning(line)
+            if line not in self._warned:
+                self._warned.add(line)
+                log.warning(line)
 
     def to_yaml(self) -> str:
         """YAML that :meth:`from_text` reads back as an equal policy."""
@@ -392,6 +413,13 @@ class Policy(Strict):
         """16 hex digits that are equal for equal policies, in every process."""
         canonical = json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _unknown_number(layers: LayerSet, sites: Sequence[Site]) -> str | None:
+    """The number that decides whether ``layers`` contain a site, if the number of layers is unknown; None if none."""
+    if any(site.layer is None for site in sites):
+        return "its layer"
+    return "the number of layers" if layers.counts_from_the_end else None
 
 
 _MODEL_OF_FIELD: dict[str, type[Strict]] = {

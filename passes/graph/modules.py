@@ -31,11 +31,15 @@ def layer_index(module: str) -> int | None:
 
 
 def sites_of(gm: GraphModule) -> list[Site]:
-    """An undecided Site for every marker of a graph."""
+    """An undecided Site for every marker of a graph.
+
+    If no module name has a number, the layers of several markers are numbered in their order. A single marker may then
+    be a layer of a model whose layers are compiled one by one, so its layer is unknown.
+    """
     markers = [Marker.of(node) for node in markers_of(gm.graph)]
     modules = [marker.module for marker in markers]
     layers = [layer_index(module) for module in modules]
-    if all(layer is None for layer in layers):
+    if len(markers) > 1 and all(layer is None for layer in layers):
         layers = list(range(len(markers)))
     return [
         Site(module, layer, marker.describe()) for module, layer, marker in zip(modules, layers, markers, strict=True)

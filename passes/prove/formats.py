@@ -14,10 +14,10 @@ from kvcompile.passes.prove.cache import Attention, Cache
 from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.prove.fuse_computed import fuse_computed_keys, layouts_of_operands, why_no_kernel
 from kvcompile.passes.refusal import Reason, Refusal
-from kvcompile.passes.site import FormatPair, num_layers
+from kvcompile.passes.site import FormatPair, num_layers_in_graph
 
-ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
-"""(module, layer, number of layers) -> formats, or None to leave the layer unchanged."""
+ChooseFormats = Callable[[str, int | None, int | None], FormatPair | None]
+"""(module, layer, number of layers) -> formats, or None to leave the layer unchanged; numbers may be unknown."""
 
 
 def choose_formats(
@@ -32,7 +32,7 @@ def choose_formats(
         policy: gives the formats of a layer.
         packed_inputs: the placeholders that arrive as packed caches, which keep their layout.
     """
-    layers = num_layers([candidate.site for candidate in candidates])
+    layers = num_layers_in_graph([candidate.site for candidate in candidates])
     first_layouts: dict[Node, PackedLayout] = {}
     for candidate in candidates:
         if not candidate.accepted:

@@ -429,6 +429,32 @@ def test_a_rule_that_earlier_rules_leave_nothing_to_is_reported() -> None:
     assert line.startswith("policy: rule 2 (layers '1') decides nothing: earlier rules take every site it matches")
 
 
+@pytest.mark.parametrize(
+    ("layers", "layer", "what"),
+    [
+        ("0", None, "does not tell its layer"),
+        ("-1", None, "does not tell its layer"),
+        ("-1", 3, "does not tell the number of layers"),
+        ("0-1, -2:", 3, "does not tell the number of layers"),
+        ("0-1, -2:", 1, None),
+        ("2:", 3, None),
+        ("0", 3, None),
+    ],
+)
+def test_a_rule_that_a_single_layer_cannot_decide_is_reported(layers: str, layer: int | None, what: str | None) -> None:
+    policy = policy_with(match={"layers": layers}, dtype="auto")
+    lines = policy.unmatched_rules([Site("self_attn", layer, "sdpa")], None)
+    assert [line.partition(" alone ")[2].partition(";")[0] for line in lines] == ([] if what is None else [what])
+
+
+@pytest.mark.parametrize(
+    ("layers", "matched"),
+    [("0-1", [0, 1]), ("2:", [2, 3]), (":", [0, 1, 2, 3]), ("-1", []), (":-1", []), ("1, -1", [1])],
+)
+def test_without_the_number_of_layers_no_negative_index_matches(layers: str, matched: list[int]) -> None:
+    assert [layer for layer in range(4) if LayerSet.parse(layers).contains(layer, None)] == matched
+
+
 def test_an_unmatched_rule_warns_and_is_an_error_in_strict_mode(caplog: pytest.LogCaptureFixture) -> None:
     rules = [{"match": {"layers": "9"}, "dtype": "auto"}]
     with caplog.at_level(logging.WARNING, "kvcompile"):
