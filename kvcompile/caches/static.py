@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from kvcompile.compat.modules import original_module, uncompiled_call
+from kvcompile.compat.modules import is_compiled_in_place, original_module, uncompiled_call
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.compat.transformers import with_cache
 from kvcompile.errors import KVCompileError, PolicyError, shown
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from transformers import StaticCache
 
 _TENSORS: tuple[tuple[str, Role], ...] = (("keys", "key"), ("values", "value"))
+
+_STANCE = threading.Lock()
+"""Held while the stance of ``torch.compile`` is changed."""
 
 
 def static_cache(
@@ -84,9 +89,7 @@ def static_cache(
 
 def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) -> StaticCache:
     """Run one token to fill ``cache`` with tensors that have shapes, dtypes and devices, but no memory."""
-    # Without this stance, modules that are compiled in the model would run their code on tensors without memory.
-    stance = torch.compiler.set_stance("force_eager")
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), stance:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _running_eagerly(original_module(model)):
         ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
         try:
             # Without this, a compiled model would compile for this call, or run kernels on tensors without memory.
@@ -99,6 +102,21 @@ def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) ->
                 "its caches packed with kvcompile.PackedTensor.zeros instead"
             ) from error
     return cache
+
+
+@contextlib.contextmanager
+def _running_eagerly(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block, the modules in ``model`` that are compiled one by one run eagerly.
+
+    Their code would run on tensors without memory. The stance of ``torch.compile`` is one for all threads, so one
+    thread at a time may change it, and only if it must.
+    """
+    parts = (part for part in model.modules() if part is not model)
+    if not any(is_compiled_in_place(part) or original_module(part) is not part for part in parts):
+        yield
+        return
+    with _STANCE, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _is_plain_static(layer: Any) -> bool:

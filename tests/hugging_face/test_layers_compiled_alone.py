@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -64,3 +65,17 @@ def test_a_new_cache_compiles_no_layer() -> None:
     counters.clear()
     kvcompile.static_cache(model, 1, 64, POLICY)
     assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_threads_that_make_caches_leave_the_compiler_on() -> None:
+    model = llama_of_compiled_layers()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: kvcompile.static_cache(model, 1, 64, POLICY), range(12)))
+    counters.clear()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_the_compiler_stays_on_for_a_model_without_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda _: pytest.fail("the stance of all threads was changed"))
+    kvcompile.static_cache(kvcompile.compile(attention_llama(num_layers=1), policy=POLICY), 1, 64, POLICY)
