@@ -62,7 +62,8 @@ def static_cache(
 
     Raises:
         PolicyError: the policy is invalid, or one of its formats cannot hold the keys or values of a layer.
-        KVCompileError: the model does not run with a static cache, or a number is not positive.
+        KVCompileError: the model does not run with a static cache, or attends by ``flex_attention``; or a number is not
+            positive.
     """
     from transformers import StaticCache
 
@@ -75,6 +76,11 @@ def static_cache(
         raise KVCompileError(
             f"static_cache: {type(model).__name__} has no config of Transformers; make its caches with "
             "kvcompile.PackedTensor.zeros, or let compiled steps pack the caches that it makes itself"
+        )
+    if "flex_attention" in (getattr(each, "_attn_implementation", None) for each in (config, config.get_text_config())):
+        raise KVCompileError(
+            "static_cache: Transformers compiles flex_attention by itself, and this code cannot read packed caches; "
+            "call model.set_attn_implementation('sdpa')"
         )
     filled = _fill_without_data(model, StaticCache(config=config, max_cache_len=max_len), batch_size)
     cache = StaticCache(config=config, max_cache_len=max_len)

@@ -514,6 +514,17 @@ def test_an_additional_compile_config_is_an_error() -> None:
 # The model
 
 
+def test_no_cache_is_packed_for_attention_that_transformers_compiles_itself() -> None:
+    """Transformers' compiled ``flex_attention`` cannot read packed caches. ``generate()`` then keeps plain caches."""
+    model = kvcompile.compile(attention_llama(num_layers=1), policy=LOSSLESS)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(KVCompileError, match=r"static_cache: .* call model.set_attn_implementation\('sdpa'\)"):
+        kvcompile.static_cache(model, 1, 64, LOSSLESS)
+    model.set_attn_implementation("sdpa")
+    result = generated(model, inputs=REPETITIVE, return_dict_in_generate=True)
+    assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
+
+
 def test_one_call_undoes_it() -> None:
     model = attention_llama(num_layers=1)
     before = dict(vars(model))
