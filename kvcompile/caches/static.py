@@ -14,7 +14,7 @@ from torch import nn
 
 from kvcompile.compat.modules import is_compiled_in_place, original_module, uncompiled_call
 from kvcompile.compat.tracing import FakeTensorMode
-from kvcompile.compat.transformers import with_cache
+from kvcompile.compat.transformers import attends_by_flex, with_cache
 from kvcompile.errors import KVCompileError, PolicyError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
@@ -77,7 +77,7 @@ def static_cache(
             f"static_cache: {type(model).__name__} has no config of Transformers; make its caches with "
             "kvcompile.PackedTensor.zeros, or let compiled steps pack the caches that it makes itself"
         )
-    if "flex_attention" in (getattr(each, "_attn_implementation", None) for each in (config, config.get_text_config())):
+    if attends_by_flex(config):
         raise KVCompileError(
             "static_cache: Transformers compiles flex_attention by itself, and this code cannot read packed caches; "
             "call model.set_attn_implementation('sdpa')"

@@ -42,6 +42,12 @@ def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     return {cache_argument(type(model).forward): cache}
 
 
+def attends_by_flex(config: Any) -> bool:
+    """Whether a model with ``config`` attends by ``flex_attention``. False without the private attribute."""
+    configs = (config, config.get_text_config())
+    return any(getattr(each, "_attn_implementation", "") == "flex_attention" for each in configs)
+
+
 def cache_argument_of_generate(model: Any) -> str:
     """The name under which ``generate()`` of this model passes the cache on."""
     mixin: Any = next(cls for cls in type(model).__mro__ if cls.__name__ == "GenerationMixin")
