@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from kvcompile.compat.modules import is_compiled_in_place, original_module, uncompiled_call
+from kvcompile.compat.modules import has_compiled_parts, original_module, running_eagerly, uncompiled_call
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.compat.transformers import attends_by_flex, with_cache
 from kvcompile.errors import KVCompileError, PolicyError, shown
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from transformers import StaticCache
 
 _TENSORS: tuple[tuple[str, Role], ...] = (("keys", "key"), ("values", "value"))
-
-_STANCE = threading.Lock()
-"""Held while the stance of ``torch.compile`` is changed."""
 
 
 def static_cache(
@@ -95,11 +91,12 @@ def static_cache(
 
 def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) -> StaticCache:
     """Run one token to fill ``cache`` with tensors that have shapes, dtypes and devices, but no memory."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _running_eagerly(original_module(model)):
+    # Compiled code would compile for this call, or run kernels on tensors without memory.
+    model = original_module(model)
+    eagerly = running_eagerly() if has_compiled_parts(model) else contextlib.nullcontext()  # it affects all threads
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), eagerly:
         ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
         try:
-            # Without this, a compiled model would compile for this call, or run kernels on tensors without memory.
-            model = original_module(model)
             uncompiled_call(model)(input_ids=ids, use_cache=True, **with_cache(model, cache))
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -108,21 +105,6 @@ def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) ->
                 "its caches packed with kvcompile.PackedTensor.zeros instead"
             ) from error
     return cache
-
-
-@contextlib.contextmanager
-def _running_eagerly(model: nn.Module) -> Iterator[None]:
-    """Inside the ``with`` block, the modules in ``model`` that are compiled one by one run eagerly.
-
-    Their code would run on tensors without memory. The stance of ``torch.compile`` is one for all threads, so one
-    thread at a time may change it, and only if it must.
-    """
-    parts = (part for part in model.modules() if part is not model)
-    if not any(is_compiled_in_place(part) or original_module(part) is not part for part in parts):
-        yield
-        return
-    with _STANCE, torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _is_plain_static(layer: Any) -> bool:

@@ -39,8 +39,9 @@ def digest_of(
     """
     if not has_only_own_formats():
         return None  # the code of another format is not in the digest
+    num_layers = num_layers_in_graph(sites)
     try:
-        formats = [policy.formats_for(site.module, site.layer, num_layers_in_graph(sites)) for site in sites]
+        formats = [policy.formats_for(site.module, site.layer, num_layers) for site in sites]
     except PolicyError:
         return None  # the passes raise it where the report names the site
     parts = (code_of(Path(__file__).parent.parent), policy.fingerprint(), sites, formats, inputs, conceals, calls)

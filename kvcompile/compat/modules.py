@@ -1,15 +1,21 @@
-"""Private attributes of compiled modules, and the module whose call Dynamo traces."""
+"""Private attributes of compiled modules, the module whose call Dynamo traces, and running compiled code eagerly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo import symbolic_convert
 
 # The attribute of a module that holds the result of ``Module.compile()``; calls of the module go there.
 COMPILED_CALL = "_compiled_call_impl"
+
+_STANCE = threading.RLock()
+"""Held while the stance of ``torch.compile`` is changed."""
 
 
 def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
@@ -30,6 +36,22 @@ def drop_compiled_call(module: nn.Module) -> None:
 def original_module(module: Any) -> Any:
     """The module inside the result of ``torch.compile(module)``; other values are returned unchanged."""
     return getattr(module, "_orig_mod", module)
+
+
+def has_compiled_parts(module: nn.Module) -> bool:
+    """Whether modules in ``module`` are compiled on their own."""
+    parts = (part for part in module.modules() if part is not module)
+    return any(is_compiled_in_place(part) or original_module(part) is not part for part in parts)
+
+
+@contextlib.contextmanager
+def running_eagerly() -> Iterator[None]:
+    """Inside the ``with`` block, all compiled code runs eagerly, including modules that are compiled on their own.
+
+    The stance of ``torch.compile`` is one for all threads, so one thread at a time changes it.
+    """
+    with _STANCE, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def traced_module() -> nn.Module | None:

@@ -246,8 +246,8 @@ class GraphCompiler:
         if self.must_be_stored:
             raise _NotStored
         rewriter = GraphRewriter(self.options, self.inputs, self.example_inputs, self.stages)
-        static, cudagraphs = set(kwargs["static_input_idxs"]), bool(kwargs["cudagraphs"])
-        packing = self.packing = rewriter.rewrite(gm, example_inputs, static, cudagraphs)
+        given_static, cudagraphs = set(kwargs["static_input_idxs"]), bool(kwargs["cudagraphs"])
+        packing = self.packing = rewriter.rewrite(gm, example_inputs, given_static, cudagraphs)
         self.verified_steps = rewriter.verified_steps
         self._agree(packing.sites)
         self.graph = self._report(packing.sites, packing.surroundings)

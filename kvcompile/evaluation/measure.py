@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kvcompile.compat.modules import running_eagerly
 from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
 from kvcompile.compat.transformers import with_cache
 from kvcompile.evaluation.attention_sites import AttentionTap, tapped
 from kvcompile.evaluation.calibrate import Calibration
-from kvcompile.evaluation.models import running_eagerly, uncompiled
+from kvcompile.evaluation.models import uncompiled
 from kvcompile.evaluation.recall import Recalled, recalled
 from kvcompile.evaluation.replay import CacheSize, Step, new_cache, replay
 from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name

@@ -177,11 +177,6 @@ def uncompiled(model: Any) -> Any:
     return copy.copy(model) if is_compiled_in_place(model) else model
 
 
-def running_eagerly() -> contextlib.AbstractContextManager[None]:
-    """Run everything eagerly inside the ``with`` block, including submodules that were compiled separately."""
-    return torch.compiler.set_stance("force_eager")
-
-
 def text_config(model: Any) -> Any:
     """The part of a model's config that describes its language model."""
     return model.config.get_text_config(decoder=True)

@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcompile.compat.modules import running_eagerly
 from kvcompile.compat.transformers import with_cache
 from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import AttentionTap
 from kvcompile.evaluation.gradients import calls_with_gradients, differentiable_inputs, gradient
 from kvcompile.evaluation.measure import OnProgress, counted
-from kvcompile.evaluation.models import running_eagerly
 from kvcompile.evaluation.replay import new_cache
 from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.site_errors import EXACT, ROLES, divergence_when

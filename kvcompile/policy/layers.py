@@ -42,22 +42,18 @@ class LayerSet:
 
         If the number of layers is unknown, items that count from the last layer contain no layer.
         """
-        if num_layers is None:
-            return any(layer in range(layer + 1)[item] for item in self._items if not _counts_from_the_end(item))
-        return any(layer in range(num_layers)[item] for item in self._items)
+        layers = range(layer + 1 if num_layers is None else num_layers)
+        items = self.slices if num_layers is not None else [item for item in self.slices if not _is_from_the_end(item)]
+        return any(layer in layers[start:stop] for start, stop in items)
 
     @property
     def counts_from_the_end(self) -> bool:
         """Whether an item counts from the last layer."""
-        return any(map(_counts_from_the_end, self._items))
-
-    @property
-    def _items(self) -> list[slice]:
-        return [slice(*item) for item in self.slices]
+        return any(map(_is_from_the_end, self.slices))
 
 
-def _counts_from_the_end(item: slice) -> bool:
-    return (item.start or 0) < 0 or (item.stop or 0) < 0
+def _is_from_the_end(item: tuple[int | None, int | None]) -> bool:
+    return any(bound is not None and bound < 0 for bound in item)
 
 
 def _parse_item(item: str) -> tuple[int | None, int | None]:

@@ -54,8 +54,7 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node 
         return Refusal(Reason.joined, role=role, op=operation(root))
     if is_copied_back(root):
         first = first_state(root)
-        writes_input = first is root and root.op == "placeholder"
-        op = "copy_" if writes_input else operation((base or root) if first.op == "placeholder" else first)
+        op = "copy_" if root.op == "placeholder" else operation((base or root) if first.op == "placeholder" else first)
         return Refusal(Reason.unknown_write, role=role, op=op, detail="its result replaces the whole cache")
     is_computed = bool(states_behind(root, later_states.__contains__))
     return Refusal(Reason.computed_from_cache if is_computed else Reason.no_cache, role=role)
