@@ -7,9 +7,8 @@ caches of compiled code, and then with the caches that the first process filled.
 
 - plain ``torch.compile``;
 - ``kvquant`` with a cache that is packed from the start;
-- ``kvquant`` with a plain cache of the caller: the first call packs the cache, so the second call compiles again, and
-  finds the code that the first call has stored;
-- the same without stored code: the second call runs the passes again.
+- ``kvquant`` with a plain cache of the caller, which the first call packs;
+- the same without stored code of AOTAutograd: the passes run in every process.
 
 Times are wall clock seconds of each call, without imports. With ``--processor`` they are the processor seconds of all
 threads and compilers, which other programs on the machine disturb less.
@@ -37,7 +36,7 @@ CASES = {
     "plain": "plain torch.compile",
     "packed": "kvquant, cache packed from the start",
     "adopted": "kvquant, plain cache of the caller",
-    "passes again": "the same, without stored code",
+    "without code": "the same, without stored code",
 }
 
 
@@ -73,7 +72,7 @@ def now(processor: bool) -> float:
 def in_process(case: str, arguments: argparse.Namespace, caches: str) -> list[float]:
     """:func:`seconds_of_two_calls` in a new process, with its caches of compiled code in the folder ``caches``."""
     settings = {name: str(Path(caches, name.lower())) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    if case == "passes again":
+    if case == "without code":
         settings["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
     command = [sys.executable, __file__, "--case", case, "--layers", str(arguments.layers)]
     command += ["--policy", arguments.policy, "--device", arguments.device]

@@ -39,10 +39,8 @@ nothing fails as an empty judge. Graphs run node by node on a CPU.
 `float32` is the lossless format. Reference models must then give the same tokens, and logits with a relative L2 error
 of at most 2e-5. In `int8_per_token_head` scores may differ by a tenth of the largest score.
 
-The plugin that runs the tests hides two effects of packed caches. The first compiled step packs a plain cache, so the
-next step is compiled again; the plugin hides this recompilation from tests that allow none. Caches of
-`kvcompile.compile` have room for up to 63 more tokens than a request needs; in these tests they have no further room,
-because the tests compare shapes.
+Caches of `kvcompile.compile` have room for up to 63 more tokens than a request needs. In these tests they have no
+further room, because the tests compare shapes.
 
 ```sh
 python -m tests.outside --sources DIR

@@ -61,15 +61,15 @@ def graph_inputs(gm: GraphModule, example_inputs: Sequence[Any], sources: Sequen
         if is_traceable_wrapper_subclass(fake):
             records += [GraphInput(source)] * _num_parts(fake)
         else:
-            records.append(_record(value, source, index))
+            records.append(graph_input(value, source, index))
     return records
 
 
-def _record(value: Any, source: str, dynamo_index: int | None = None) -> GraphInput:
+def graph_input(value: Any, source: str, dynamo_index: int | None = None) -> GraphInput:
     if not isinstance(value, PackedSubclass):
         return GraphInput(source, dynamo_index, is_persistent=may_pack(value, source))
     if isinstance(value, PackedStack):
-        parts = {part: _record(own, "") for part, own in value.items()}
+        parts = {part: graph_input(own, "") for part, own in value.items()}
         stack = StackInput(value.stacked_dims, parts, value.num_ranges)
         return GraphInput(source, dynamo_index, stack=stack, arrives_packed=True)
     return GraphInput(source, dynamo_index, packed=packed_input(value), arrives_packed=True)

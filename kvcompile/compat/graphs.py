@@ -41,13 +41,20 @@ def copy_parameter_sources(gm: GraphModule, original: GraphModule) -> None:
     setattr(gm, _PARAMETERS, getattr(original, _PARAMETERS, {}))
 
 
+def dynamo_source(placeholder: Node) -> Any:
+    """Dynamo's source of an input of its graph; None in a copy of the graph, and in graphs that Dynamo did not make.
+
+    In ``aot_compile`` the node no longer has the input, but it still has the source.
+    """
+    return getattr(placeholder.meta.get("grapharg"), "source", None) or getattr(placeholder, _SOURCE, None)
+
+
 def source_of(placeholder: Node) -> str:
     """Dynamo's name of an input of its graph, such as ``L['cache'].layers[0].keys``; the node's name is the fallback.
 
-    The name is a method of the source in some releases of PyTorch, and an attribute in others. In ``aot_compile`` the
-    node no longer has the input, but it still has the source.
+    The name is a method of the source in some releases of PyTorch, and an attribute in others.
     """
-    source: Any = getattr(placeholder.meta.get("grapharg"), "source", None) or getattr(placeholder, _SOURCE, None)
+    source = dynamo_source(placeholder)
     name = getattr(source, "name", None)
     return (name() if callable(name) else name) or placeholder.name
 

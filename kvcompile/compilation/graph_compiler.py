@@ -12,11 +12,11 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
 from kvcompile.call.digest import digest_of
-from kvcompile.call.earlier import Compilation, earlier_digest, remember, sizes_of
 from kvcompile.call.inputs import graph_inputs
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
 from kvcompile.call.packed_code import Outcome, PackedCode, receiving_outcomes, without_symbols
+from kvcompile.call.plain_or_packed import admit_packed_caches
 from kvcompile.call.shards import LocalShards, explained_error
 from kvcompile.call.stored_call import CallParts, StoredCall, StoredCode, check_storable, note_plain_caches
 from kvcompile.compat.ahead_of_time import is_ahead_of_time, keeping_code
@@ -35,7 +35,7 @@ from kvcompile.options import BackendOptions
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.parallel.agreement import Agreement
 from kvcompile.parallel.context_parallel import check_agreement
-from kvcompile.passes.calling import GraphInput, Rewritten, in_dynamo_order
+from kvcompile.passes.calling import Rewritten, in_dynamo_order
 from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.graph.names import source_name
 from kvcompile.passes.graph.regions import expand_regions
@@ -63,10 +63,6 @@ an argument.
 
 class _NothingRewritten(GiveUp):
     """Raised to leave AOTAutograd when no site can be packed. Plain Inductor then compiles the unchanged graph."""
-
-
-class _NotStored(Exception):
-    """Raised to leave AOTAutograd when its cache does not have the code of an earlier compilation."""
 
 
 def compile_graph(
@@ -112,7 +108,6 @@ class GraphCompiler:
         self.graph: report.GraphReport | None = None
         self.origin: Origin | None = None
         self.verified_steps: int | None = None
-        self.must_be_stored = False
         self.is_ahead_of_time = generate_code is None and is_ahead_of_time()
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
 
@@ -152,6 +147,8 @@ class GraphCompiler:
         fallback = None
         if self.generate_code is None:
             fallback = plain.plain_for_any_inputs(copied_graph(self.original), self.options.inductor_config)
+        placeholders = self.original.graph.find_nodes(op="placeholder")
+        admit_packed_caches(placeholders, self.original_inputs, outcome.caches, outcome.stacks, self.options.shard)
         guard = None
         if self.options.policy.key_outliers != "ignore":
             guard = KeyGuard(outcome.caches, outcome.sources, outcome.sites, report.note)
@@ -199,20 +196,7 @@ class GraphCompiler:
         if self.is_ahead_of_time:
             check_storable(is_divided=self.options.shard is not None or self.shards.are_used)
             return self._compile_with(self.marked, uuid4().hex)  # a random key finds no code in the cache
-        digest = self._digest(self.inputs)
-        sizes = sizes_of(self.example_inputs)
-        if digest is None or sizes is None:
-            return self._compile_with(self.marked, digest)
-        earlier = earlier_digest(self.inputs, sizes, self._digest)
-        if earlier is not None:
-            self.must_be_stored = True
-            with contextlib.suppress(_NotStored):
-                return self._compile_with(copied_graph(self.marked), earlier)
-            self.must_be_stored = False
-        compiled = self._compile_with(self.marked, digest)
-        if self.outcome is not None:
-            remember(Compilation(digest, self.inputs, sizes, self.outcome.caches, self.outcome.stacks))
-        return compiled
+        return self._compile_with(self.marked, self._digest())
 
     def _compile_with(self, marked: GraphModule, digest: str | None) -> Any:
         """The code of AOTAutograd and Inductor. Its key covers ``digest``; without one, AOTAutograd's cache is off."""
@@ -230,21 +214,19 @@ class GraphCompiler:
                 config_patches=self.options.inductor_config,
             )
 
-    def _digest(self, inputs: Sequence[GraphInput]) -> str | None:
-        """The digest of the graph with this record of its inputs. None if PyTorch may not store its code."""
+    def _digest(self) -> str | None:
+        """The digest of the graph. None if PyTorch may not store its code."""
         alone = self.options.shard is None  # stored code would have to name its rank and its group
         generates = self.generate_code is None
         if not CAN_STORE or not generates or self.stages.are_wanted or self.options.verify or not alone:
             return None
         calls = [call_of(node) for node in self.marked.graph.nodes]
-        return digest_of(self.options.policy, sites_of(self.marked), inputs, self.conceals, calls)
+        return digest_of(self.options.policy, sites_of(self.marked), self.inputs, self.conceals, calls)
 
     def _know(self, outcome: Outcome) -> None:
         self.outcome = outcome
 
     def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        if self.must_be_stored:
-            raise _NotStored
         rewriter = GraphRewriter(self.options, self.inputs, self.example_inputs, self.stages)
         given_static, cudagraphs = set(kwargs["static_input_idxs"]), bool(kwargs["cudagraphs"])
         packing = self.packing = rewriter.rewrite(gm, example_inputs, given_static, cudagraphs)

@@ -1,11 +1,9 @@
-"""Another process, or a second compilation, loads the code of a rewritten graph, never the code of another policy."""
+"""Another process loads the code of a rewritten graph, and never the code of another policy."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,12 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import kvcompile
-from kvcompile.call import earlier
 from kvcompile.call.digest import code_of
 from kvcompile.compat.autograd_cache import CAN_STORE
 from kvcompile.kernels import formats
 from kvcompile.kernels.formats.int8 import Int8
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.calling import InputAction
 from kvcompile.passes.site import Site
 
 INT8 = "int8_per_token_head"
@@ -178,60 +174,8 @@ def test_debug_runs_every_pass_although_code_is_stored(stored: Stored, tmp_path:
     assert list((tmp_path / "dump").rglob("*fuse_attention*"))
 
 
-# The compilation that follows when a call has packed plain caches
-
-
-def after_packing(
-    function: Callable[..., Any], args: list[Any], between: AbstractContextManager[Any] | None = None, **settings: Any
-) -> tuple[Tensor, dict[str, int], kvcompile.Report]:
-    """The result of the second of two equal calls, the hits and misses of AOTAutograd's cache, and the report.
-
-    The first call packs the caches among ``args``. The second one runs inside the ``with`` block ``between``.
-    """
-    torch._dynamo.reset()
-    counters.clear()
-    run = torch.compile(function, backend=kvcompile.kvquant(policy=INT8, on_unsupported="error"))
-    with torch._functorch.config.patch(settings), kvcompile.collect_reports() as report:
-        run(*args)
-        with between or contextlib.nullcontext():
-            result = run(*args)
-    found = {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss")}
-    return result, found, report
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("stacked", [False, True])
-def test_after_a_call_has_packed_its_caches_no_pass_runs_again(
-    cache_on_disk: None, no_kernels_of_inductor: None, stacked: bool
-) -> None:
-    new, plain, pos = tokens(), caches(), torch.tensor([5])
-    held = [[torch.stack(plain)] if stacked else copies(plain) for _ in range(2)]
-    function = stacked_step if stacked else step
-    result, found, report = after_packing(function, [*new, *held[0], pos])
-    assert found == {"hit": 1, "miss": 1}
-    first, second = report.graphs
-    assert first.passes
-    assert not second.passes
-    assert first.sites == second.sites
-    without, found, _ = after_packing(function, [*new, *held[1], pos], enable_autograd_cache=False)
-    assert found == {"hit": 0, "miss": 0}
-    assert torch.equal(result, without)
-    assert all(torch.equal(a.clone(), b.clone()) for a, b in zip(*held, strict=True))
-
-
 @pytest.mark.slow
-def test_passes_run_again_if_the_code_has_left_the_disk(cache_on_disk: None, no_kernels_of_inductor: None) -> None:
-    new, plain, pos = tokens(), caches(), torch.tensor([5])
-    result, found, report = after_packing(step, [*new, *(held := copies(plain)), pos], between=fresh_cache())
-    assert found == {"hit": 0, "miss": 3}  # the code of the first compilation is looked up, then the own code
-    assert all(graph.passes for graph in report.graphs)
-    assert all(type(cache) is PackedTensor for cache in held)
-    kept = in_new_process(step, *new, *held, pos)[0]
-    assert torch.equal(result, kept)
-
-
-@pytest.mark.slow
-def test_a_cache_that_no_call_has_packed_is_compiled_for(cache_on_disk: None, no_kernels_of_inductor: None) -> None:
+def test_code_for_plain_caches_is_not_found_for_growing_ones(cache_on_disk: None, no_kernels_of_inductor: None) -> None:
     new, pos = tokens(), torch.tensor([5])
     assert in_new_process(step, *new, *caches(), pos)[1:] == (0, 1)
     growing = [
@@ -239,30 +183,6 @@ def test_a_cache_that_no_call_has_packed_is_compiled_for(cache_on_disk: None, no
         for cache, role in zip(caches(), ("key", "value"), strict=True)
     ]
     assert in_new_process(step, *new, *growing, pos)[1:] == (0, 1)
-
-
-CACHE = InputAction(0, "static", PackedLayout(INT8, "key", 64), "bhtd")
-PLAIN_SIZES = (((1, 2, 70, 64), torch.float32),)
-
-
-@pytest.mark.parametrize(
-    ("now", "sizes", "is_found"),
-    [
-        ({}, PLAIN_SIZES, True),
-        ({"format_name": "int4_per_token_head"}, PLAIN_SIZES, False),
-        ({"axes": "bthd"}, PLAIN_SIZES, False),
-        ({"growing": True}, PLAIN_SIZES, False),
-        ({}, (((1, 2, 71, 64), torch.float32),), False),
-        ({}, (((1, 2, 70, 64), torch.bfloat16),), False),
-    ],
-)
-def test_an_earlier_compilation_serves_exactly_the_caches_that_its_calls_pack(
-    now: dict[str, Any], sizes: Any, is_found: bool
-) -> None:
-    earlier.remember(earlier.Compilation("of this test", [INPUT], PLAIN_SIZES, (CACHE,), ()))
-    found = earlier.earlier_digest([packed_input(**now)], sizes, lambda inputs: "of this test")
-    assert found == ("of this test" if is_found else None)
-    assert earlier.earlier_digest([packed_input(**now)], sizes, lambda inputs: "of another graph") is None
 
 
 # The digest

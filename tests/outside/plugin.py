@@ -8,9 +8,7 @@ the attention that was packed or refused while it ran.
 from __future__ import annotations
 
 import json
-import logging
 import random
-import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -154,9 +152,6 @@ def counts(report: kvcompile.Report) -> dict[str, Any]:
 def prepared(way: Way) -> Iterator[None]:
     """Inside the ``with`` block, tests run in this way, and graphs run node by node."""
     with ExitStack() as patches:
-        recompilations = logging.getLogger("torch._dynamo.guards.__recompiles_verbose")
-        recompilations.addFilter(no_packing := ReportsNoPacking())
-        patches.callback(recompilations.removeFilter, no_packing)
         patches.enter_context(running_node_by_node(operators=True))
         for patch in way.patches(way.policy):  # a later patch may need an earlier one
             patches.enter_context(patch)
@@ -175,18 +170,6 @@ def packed_in_place_of(plain: Any, role: Role, policy: str) -> Any:
         return plain
     packed_caches["made"] += 1
     return kvcompile.PackedTensor.zeros(plain.shape, plain.dtype, layout, device=plain.device)
-
-
-class ReportsNoPacking(logging.Filter):
-    """Drops the message that a graph is compiled again because its plain cache has become a packed one.
-
-    The first compiled step packs a plain cache, and the next step needs a graph for packed caches. Tests that allow no
-    recompilation do not expect this one; every other recompilation still fails them.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        failures = re.findall(r"^\s*- \d+/\d+: (.*)$", record.getMessage(), re.MULTILINE)
-        return not failures or not all(failure.endswith(f"found {kvcompile.PackedTensor}") for failure in failures)
 
 
 def _within_bound() -> Iterator[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from releases import is_before
 from torch import Tensor
 
 from outside import loops, sources
-from outside.plugin import ReportsNoPacking, prepared
+from outside.plugin import prepared
 from outside.reference_models import Compile, Reference
 from outside.running import TestRun, run_module
 from outside.verdict import Verdict, compare
@@ -112,24 +111,6 @@ def test_comparisons_in_a_lossy_format_have_a_bound() -> None:
             torch.testing.assert_close(right + 0.21, right)
     with prepared(by_compile()):
         assert not torch.allclose(right + 1e-3, right)
-
-
-@pytest.mark.parametrize(
-    ("failures", "is_shown"),
-    [
-        (
-            ["expected type of 'x' to be a tensor type, ' but found <class 'kvcompile.packed.tensor.PackedTensor'>"],
-            False,
-        ),
-        (["tensor 'x' size mismatch at index 2. expected 8, actual 9"], True),
-        (["found <class 'kvcompile.packed.tensor.PackedTensor'>", "x == 3"], True),
-        ([], True),
-    ],
-)
-def test_only_the_recompilation_for_packed_caches_is_not_reported(failures: list[str], is_shown: bool) -> None:
-    text = "\n".join(["Recompiling function forward", *(f"    - 0/{i}: {line}" for i, line in enumerate(failures))])
-    record = logging.LogRecord("guards", logging.DEBUG, "file", 1, text, (), None)
-    assert ReportsNoPacking().filter(record) == is_shown
 
 
 def attend(folder: Path, compile: Compile, wrong: bool = False) -> tuple[Tensor, Tensor]:

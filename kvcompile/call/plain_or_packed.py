@@ -1,0 +1,109 @@
+"""One compilation serves a plain cache, and the packed cache that replaces it.
+
+Dynamo guards on the class of a tensor. The first call packs a plain cache of the caller, so for the second call Dynamo
+would compile the function again. The code runs on both: on a packed cache, and on a plain cache that the call then
+packs. The guard of such a cache is therefore widened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from kvcompile.call.inputs import graph_input
+from kvcompile.call.packed_call import Parts, adopted_by_input
+from kvcompile.compat.dimension_marks import read_by_guards
+from kvcompile.compat.guards import Check, widen_tensor_guard
+from kvcompile.kernels.layout.axes import PartIndex
+from kvcompile.kernels.layout.context_shard import ContextShard
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.calling import GraphInput, InputAction, PackedInput, SplitStack
+
+
+def admit_packed_caches(
+    placeholders: Sequence[Node],
+    example_inputs: Sequence[Any],
+    caches: Sequence[InputAction],
+    stacks: Sequence[SplitStack],
+    shard: ContextShard | None = None,
+) -> None:
+    """Let the code that is being compiled run with the caches that its calls pack.
+
+    Args:
+        placeholders: the inputs of Dynamo's graph.
+        example_inputs: their values.
+        caches, stacks, shard: as for :class:`~kvcompile.call.packed_call.AdoptingCall`.
+    """
+    split = {stack.index: stack for stack in stacks}
+    for index, parts in adopted_by_input(caches, stacks).items():
+        example = example_inputs[index]
+        if not isinstance(example, PackedSubclass):
+            cache = PlainOrPacked(example, parts, split.get(index), shard)
+            widen_tensor_guard(placeholders[index], cache.widened, "a plain cache, or the same cache after packing")
+
+
+class PlainOrPacked:
+    """The values that an input of a compiled function may have: a plain cache, or the same cache after a call."""
+
+    def __init__(
+        self, example: Any, parts: Parts, stack: SplitStack | None = None, shard: ContextShard | None = None
+    ) -> None:
+        """
+        Args:
+            example: the plain cache of the compilation, a real or a fake tensor.
+            parts: what a call packs of it.
+            stack: how a call splits it, if it does.
+            shard: the tokens of a packed cache that this process keeps.
+        """
+        self._dtype, self._device = example.dtype, example.device
+        self._sizes = [size if isinstance(size, int) else None for size in example.shape]
+        self._parts, self._stack, self._shard = parts, stack, shard
+        self._known: Any = None
+
+    def widened(self, is_same_plain: Check) -> Check:
+        """A check that admits what ``is_same_plain`` admits, and packed caches."""
+
+        @read_by_guards
+        def check(value: Any) -> bool:
+            return self.admits(value) if isinstance(value, PackedSubclass) else is_same_plain(value)
+
+        return check
+
+    @read_by_guards
+    def admits(self, cache: PackedSubclass) -> bool:
+        """Whether ``cache`` has the bytes, the sizes and the dtype that a call gives to the plain cache."""
+        sizes = zip(self._sizes, cache.shape, strict=False)
+        if cache.dim() != len(self._sizes) or any(size is not None and size != own for size, own in sizes):
+            return False
+        if cache.dtype != self._dtype or cache.device != self._device or cache.requires_grad:
+            return False
+        if type(cache) is PackedTensor and cache.cache_meta is self._known:
+            return cache.is_whole
+        if not self._is_packed_by_call(graph_input(cache, "")):
+            return False
+        if type(cache) is PackedTensor:
+            self._known = cache.cache_meta
+        return True
+
+    def _is_packed_by_call(self, now: GraphInput) -> bool:
+        if self._stack is None:
+            return self._is_packed(now, self._parts.get(()))
+        stack = now.stack
+        if stack is None or (stack.dims, stack.num_ranges) != (self._stack.dims, self._stack.num_ranges):
+            return False
+        return self._are_packed(stack.parts)
+
+    def _are_packed(self, parts: Mapping[PartIndex, GraphInput]) -> bool:
+        """Whether exactly the parts of a stack are packed that a call packs."""
+        return all(
+            self._is_packed(own, self._parts.get(part)) if own.arrives_packed else part not in self._parts
+            for part, own in parts.items()
+        )
+
+    def _is_packed(self, now: GraphInput, action: InputAction | None) -> bool:
+        return action is not None and now.packed == PackedInput(
+            action.layout, action.axes, growing=False, shard=self._shard
+        )
