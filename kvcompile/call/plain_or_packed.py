@@ -18,6 +18,7 @@ from kvcompile.compat.dimension_marks import read_by_guards
 from kvcompile.compat.guards import Check, widen_tensor_guard
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.kernels.layout.context_shard import ContextShard
+from kvcompile.packed.cache_meta import CacheMeta
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.calling import GraphInput, InputAction, PackedInput, SplitStack
@@ -61,13 +62,17 @@ class PlainOrPacked:
         self._dtype, self._device = example.dtype, example.device
         self._sizes = [size if isinstance(size, int) else None for size in example.shape]
         self._parts, self._stack, self._shard = parts, stack, shard
-        self._known: Any = None
+        self._meta: CacheMeta | None = None
+        self._shape: Any = None
 
     def widened(self, is_same_plain: Check) -> Check:
-        """A check that admits what ``is_same_plain`` admits, and packed caches."""
+        """A check that admits what ``is_same_plain`` admits, and packed caches. Every call makes it for every cache."""
+        device = self._device
 
         @read_by_guards
         def check(value: Any) -> bool:
+            if type(value) is PackedTensor and value.cache_meta is self._meta and value.shape == self._shape:
+                return value.packed.is_contiguous() and value.device == device and not value.requires_grad
             return self.admits(value) if isinstance(value, PackedSubclass) else is_same_plain(value)
 
         return check
@@ -80,13 +85,10 @@ class PlainOrPacked:
             return False
         if cache.dtype != self._dtype or cache.device != self._device or cache.requires_grad:
             return False
-        if type(cache) is PackedTensor and cache.cache_meta is self._known:
-            return cache.is_whole
-        if not self._is_packed_by_call(graph_input(cache, "")):
-            return False
-        if type(cache) is PackedTensor:
-            self._known = cache.cache_meta
-        return True
+        is_as_packed = self._is_packed_by_call(graph_input(cache, ""))
+        if is_as_packed and type(cache) is PackedTensor:
+            self._meta, self._shape = cache.cache_meta, cache.shape
+        return is_as_packed
 
     def _is_packed_by_call(self, now: GraphInput) -> bool:
         if self._stack is None:
