@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.models.llama.modeling_llama  # noqa: F401 -- once for all processes, which are forks of this one
-from releases import is_before
 from torch import Tensor
 
 from outside import loops, sources
@@ -139,8 +138,7 @@ def attend(folder: Path, compile: Compile, wrong: bool = False) -> tuple[Tensor,
 def test_a_loop_on_packed_caches_gives_the_same_logits(tmp_path: Path) -> None:
     verdict = loops.judge(Reference("attend", "", attend), tmp_path)
     assert verdict.problems() == []
-    graphs = 1 if is_before("2.13") else 2  # PyTorch 2.11 does not look for packed caches in an unchanged dict
-    assert (verdict.sites, verdict.passed) == (graphs, 1)
+    assert (verdict.sites, verdict.passed) == (1, 1)
 
 
 def test_a_loop_with_other_logits_is_broken(tmp_path: Path) -> None:
