@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 
 from kvcompile.compat import guards
 
 
 @pytest.fixture(autouse=True)
-def graphs_for_packed_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code for plain caches is not used for packed caches, so that the passes meet both kinds of inputs."""
-    monkeypatch.setattr(guards, "CAN_WIDEN_GUARDS", False)
+def graphs_for_packed_caches() -> Iterator[None]:
+    """The code for plain caches is not used for packed caches, so that the passes meet both kinds of inputs.
+
+    Without ``monkeypatch``, which a test may use: its changes must end before the changes of the other fixtures.
+    """
+    with mock.patch.object(guards, "CAN_WIDEN_GUARDS", False):
+        yield
