@@ -15,7 +15,7 @@ from torch.fx import Node
 from kvcompile.call.inputs import graph_input
 from kvcompile.call.packed_call import Parts, adopted_by_input
 from kvcompile.compat.dimension_marks import read_by_guards
-from kvcompile.compat.guards import Check, widen_tensor_guard
+from kvcompile.compat.guards import Check, widen_tensor_guards
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.packed.cache_meta import CacheMeta
@@ -39,11 +39,12 @@ def admit_packed_caches(
         caches, stacks, shard: as for :class:`~kvcompile.call.packed_call.AdoptingCall`.
     """
     split = {stack.index: stack for stack in stacks}
-    for index, parts in adopted_by_input(caches, stacks).items():
-        example = example_inputs[index]
-        if not isinstance(example, PackedSubclass):
-            cache = PlainOrPacked(example, parts, split.get(index), shard)
-            widen_tensor_guard(placeholders[index], cache.widened, "a plain cache, or the same cache after packing")
+    wideners = {
+        placeholders[index]: PlainOrPacked(example_inputs[index], parts, split.get(index), shard).widened
+        for index, parts in adopted_by_input(caches, stacks).items()
+        if not isinstance(example_inputs[index], PackedSubclass)
+    }
+    widen_tensor_guards(wideners, "a plain cache, or the same cache after packing")
 
 
 class PlainOrPacked:

@@ -5,7 +5,7 @@ Without one of these names the guard stays. Dynamo then compiles a function agai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch._dynamo.config
@@ -26,27 +26,25 @@ Check = Callable[[Any], bool]
 """Whether compiled code may run with this value."""
 
 
-def widen_tensor_guard(placeholder: Node, widen: Callable[[Check], Check], words: str) -> None:
-    """Let the code that is being compiled also run with other values of an input than Dynamo's guard admits.
+def widen_tensor_guards(wideners: Mapping[Node, Callable[[Check], Check]], words: str) -> None:
+    """Let the code that is being compiled also run with other values of some inputs than Dynamo's guards admit.
 
     Call it in a backend, before Dynamo builds its guards. Guards that PyTorch will store in a file stay unchanged.
 
     Args:
-        placeholder: an input of Dynamo's graph, a tensor.
-        widen: takes Dynamo's own check of this input, and returns the check that replaces it.
-        words: what the new check admits, for the log of recompilations.
+        wideners: for tensors among the inputs of Dynamo's graph, a function that takes Dynamo's own check of this input
+            and returns the check that replaces it.
+        words: what the new checks admit, for the log of recompilations.
     """
     context = TracingContext.try_get() if CAN_WIDEN_GUARDS else None
-    source = dynamo_source(placeholder)
-    if context is None or source is None or getattr(torch._dynamo.config, "caching_precompile", False):
+    if context is None or getattr(torch._dynamo.config, "caching_precompile", False):
         return
+    of_source = {dynamo_source(placeholder): widen for placeholder, widen in wideners.items()}
     for guard in context.guards_context.dynamo_guards:
-        if guard.originating_source != source:
-            continue
-        if guard.create_fn_name() == "TENSOR_MATCH":
-            guard.create_fn = _widened(guard.create_fn, widen, words)
-        elif guard.create_fn_name() == "TYPE_MATCH":  # the check of the tensor includes its class
-            guard.create_fn = _no_guard
+        kind = guard.create_fn_name()
+        widen = of_source.get(guard.originating_source) if kind in ("TENSOR_MATCH", "TYPE_MATCH") else None
+        if widen is not None:  # the check of a tensor includes its class
+            guard.create_fn = _widened(guard.create_fn, widen, words) if kind == "TENSOR_MATCH" else _no_guard
 
 
 def _widened(create: Callable[..., Any], widen: Callable[[Check], Check], words: str) -> Callable[[Any, Any], None]:
@@ -58,6 +56,7 @@ def _widened(create: Callable[..., Any], widen: Callable[[Check], Check], words:
             create(builder, guard)
         finally:
             del builder.get_guard_manager
+        # Dynamo checks that no two of these tensors are the same; the check still covers this one.
         managers = builder.no_tensor_aliasing_guard_managers
         managers[:] = [manager if known is widening else known for known in managers]
 

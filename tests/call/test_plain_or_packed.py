@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kvcompile
-from kvcompile.compat.guards import CAN_WIDEN_GUARDS
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
@@ -22,10 +21,7 @@ INT8 = "int8_per_token_head"
 BATCH, HEADS, MAX_LEN, HEAD_DIM = 2, 2, 70, 32
 SHAPE = (BATCH, HEADS, MAX_LEN, HEAD_DIM)
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler", "without_code_generation"),
-    pytest.mark.skipif(not CAN_WIDEN_GUARDS, reason="this release of PyTorch has other guards"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
 
 
 def stacked_step(q: Tensor, k: Tensor, v: Tensor, caches: Tensor, pos: Tensor) -> Tensor:

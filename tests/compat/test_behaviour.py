@@ -21,6 +21,7 @@ from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor import cpu_vec_isa
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.utils import run_and_get_code
+from torch.fx import GraphModule
 
 import kvcompile
 from kvcompile import KVCompileError, compat, kvquant
@@ -28,6 +29,7 @@ from kvcompile.compat import (
     ahead_of_time,
     attention,
     backends,
+    guards,
     inductor,
     modules,
     observing,
@@ -227,6 +229,21 @@ def test_without_a_name_that_only_debug_needs_debug_alone_fails(tmp_path: Any, m
         kvcompile.debug(tmp_path),
     ):
         pass
+
+
+def test_a_widened_guard_admits_what_its_check_admits() -> None:
+    def backend(gm: GraphModule, inputs: Any) -> GraphModule:
+        (x,) = gm.graph.find_nodes(op="placeholder")
+        guards.widen_tensor_guards({x: lambda own: lambda value: own(value) or value.dtype == torch.float64}, "floats")
+        return gm
+
+    run = torch.compile(lambda x: x + 1, backend=backend)
+    run(torch.zeros(2))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert run(torch.zeros(3, dtype=torch.float64)).shape == (3,)
+        for other in (torch.zeros(3), torch.zeros(2, dtype=torch.int64)):
+            with pytest.raises(RuntimeError, match="recompile"):
+                run(other)
 
 
 def test_dynamo_says_which_module_it_traces() -> None:
