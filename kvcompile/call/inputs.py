@@ -22,7 +22,7 @@ from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.calling import GraphInput, PackedInput, StackInput
+from kvcompile.passes.calling import GraphInput, InputAction, PackedInput, StackInput
 
 
 class Concealed(torch.Tensor):
@@ -85,6 +85,12 @@ def packed_input(value: PackedSubclass) -> PackedInput | None:
     shard = value.shard if isinstance(value, PackedShard) else None
     is_cache = cache.is_whole or cache.can_be_copied_whole
     return PackedInput(cache.packed_layout, axes, cache.growing, is_cache, shard)
+
+
+def holds_bytes_of(found: PackedInput, action: InputAction) -> bool:
+    """Whether a packed input holds the bytes that the compiled code reads, in their format and order."""
+    fits_buffer = action.makes_cache or found.growing == action.in_growing_buffer
+    return found.is_cache and fits_buffer and (found.layout, found.axes) == (action.layout, action.axes)
 
 
 def mismatch(inputs: Sequence[GraphInput], before: Sequence[Any], after: Sequence[Any]) -> str | None:

@@ -7,12 +7,12 @@ packs. The guard of such a cache is therefore widened.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import Node
 
-from kvcompile.call.inputs import graph_input
+from kvcompile.call.inputs import graph_input, holds_bytes_of
 from kvcompile.call.packed_call import Parts, adopted_by_input
 from kvcompile.compat.dimension_marks import read_by_guards
 from kvcompile.compat.guards import Check, widen_tensor_guards
@@ -21,7 +21,7 @@ from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.packed.cache_meta import CacheMeta
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.calling import GraphInput, InputAction, PackedInput, SplitStack
+from kvcompile.passes.calling import GraphInput, InputAction, SplitStack
 
 
 def admit_packed_caches(
@@ -67,7 +67,7 @@ class PlainOrPacked:
         self._shape: Any = None
 
     def widened(self, is_same_plain: Check) -> Check:
-        """A check that admits what ``is_same_plain`` admits, and packed caches. Every call makes it for every cache."""
+        """A check that admits what ``is_same_plain`` admits, and packed caches. It runs at every call."""
         device = self._device
 
         @read_by_guards
@@ -92,21 +92,19 @@ class PlainOrPacked:
         return is_as_packed
 
     def _is_packed_by_call(self, now: GraphInput) -> bool:
+        """Whether exactly those parts of an input are packed that a call packs."""
         if self._stack is None:
-            return self._is_packed(now, self._parts.get(()))
+            return self._is_packed(now, ())
         stack = now.stack
         if stack is None or (stack.dims, stack.num_ranges) != (self._stack.dims, self._stack.num_ranges):
             return False
-        return self._are_packed(stack.parts)
-
-    def _are_packed(self, parts: Mapping[PartIndex, GraphInput]) -> bool:
-        """Whether exactly the parts of a stack are packed that a call packs."""
         return all(
-            self._is_packed(own, self._parts.get(part)) if own.arrives_packed else part not in self._parts
-            for part, own in parts.items()
+            self._is_packed(own, part) if own.arrives_packed else part not in self._parts
+            for part, own in stack.parts.items()
         )
 
-    def _is_packed(self, now: GraphInput, action: InputAction | None) -> bool:
-        return action is not None and now.packed == PackedInput(
-            action.layout, action.axes, growing=False, shard=self._shard
-        )
+    def _is_packed(self, now: GraphInput, part: PartIndex) -> bool:
+        action, found = self._parts.get(part), now.packed
+        if action is None or found is None:
+            return False
+        return holds_bytes_of(found, action) and found.shard == self._shard

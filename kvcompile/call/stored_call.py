@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvcompile.call.digest import code_of, has_only_own_formats
-from kvcompile.call.inputs import packed_input
+from kvcompile.call.inputs import holds_bytes_of, packed_input
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, adopted_by_input, with_parts
 from kvcompile.compat.ahead_of_time import StorableCall, bytes_of, code_of_bytes, is_kept
@@ -161,7 +161,7 @@ class StoredCall(StoredCode):
             if not isinstance(value, PackedSubclass):
                 continue  # the call packs a plain cache in the right format
             found = packed_input(value)
-            if found is None or not _has_bytes_of(found, action):
+            if found is None or not holds_bytes_of(found, action):
                 raise PackageError(
                     f"{in_words(source) or source}: the stored function takes a cache in {_in_words(action)}, not "
                     f"{'this view of a packed cache' if found is None else _in_words(found)}; make a function "
@@ -185,12 +185,6 @@ class StoredCall(StoredCode):
         """The function that is loaded. The report of this process gets its graph."""
         graph = report.record(known.sites, known.surroundings, known.weights, {}, known.origin, known.verified_steps)
         return cls(compiled, inductor_config, parts, graph)
-
-
-def _has_bytes_of(found: PackedInput, action: InputAction) -> bool:
-    """Whether a packed input holds the bytes that the compiled code reads, in their format and order."""
-    fits_buffer = action.makes_cache or found.growing == action.in_growing_buffer
-    return found.is_cache and fits_buffer and (found.layout, found.axes) == (action.layout, action.axes)
 
 
 def _in_words(cache: PackedInput | InputAction) -> str:

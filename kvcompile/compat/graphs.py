@@ -42,7 +42,7 @@ def copy_parameter_sources(gm: GraphModule, original: GraphModule) -> None:
 
 
 def dynamo_source(placeholder: Node) -> Any:
-    """Dynamo's source of an input of its graph; None in a copy of the graph, and in graphs that Dynamo did not make.
+    """Dynamo's source of an input of its graph or of a copy; None in graphs that Dynamo did not make.
 
     In ``aot_compile`` the node no longer has the input, but it still has the source.
     """

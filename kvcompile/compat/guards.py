@@ -73,11 +73,13 @@ class _WideningManager:
     def __init__(self, manager: Any, widen: Callable[[Check], Check], words: list[str]) -> None:
         self._manager, self._widen, self._words = manager, widen, words
 
-    def add_tensor_match_guard(self, value: Any, sizes: Any, strides: Any, name: str, parts: Any, *rest: Any) -> None:
+    def add_tensor_match_guard(
+        self, value: Any, sizes: Any, strides: Any, name: str, code: Any, user_stack: Any, *of_class: Any
+    ) -> None:
         """Takes the arguments of the method of Dynamo's manager."""
         guards: Any = TensorGuards  # its declared signature lacks the tensors
         own = guards(value, dynamic_dims_sizes=[sizes], dynamic_dims_strides=[strides])
-        self._manager.add_lambda_guard(self._widen(own.check), self._words, rest[0])
+        self._manager.add_lambda_guard(self._widen(own.check), self._words, user_stack)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)

@@ -79,7 +79,8 @@ def test_packed_caches_are_read_and_written_as_by_a_function_that_is_compiled_fo
     assert num_graphs() == 1
     torch._dynamo.reset()
     for_packed = compiled(step)
-    assert [torch.equal(run(for_packed, twin, position), results.pop(0)) for position in (64, 69)] == [True, True]
+    for position, result in zip((64, 69), results, strict=True):
+        assert torch.equal(run(for_packed, twin, position), result)
     assert num_graphs() == 2
     assert all(torch.equal(a.packed, b.packed) for a, b in zip(own, twin, strict=True))
 
