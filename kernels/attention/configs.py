@@ -45,34 +45,48 @@ class AttentionConfig:
 
 
 # Decoding with up to 8 rows, by (compute capability, bits of a key code in a tile, bits of a value code in a tile).
-# Four warps per multiprocessor, one per scheduler, keep the memory busy if a code takes few instructions. If two warps
-# share a scheduler, one is served first, and the other one ends later and alone. Codes of 2 and 3 bits take more
-# instructions, which need more warps. Four warps may have all registers: with 168 a loop with a mask spills. With 200
-# registers eight warps leave room for the merge. With fewer than 64 tokens per warp, a thread would have a single
+# Codes of 8 bits take few instructions, so that four warps per multiprocessor, one per scheduler, keep the memory busy.
+# Codes of at most 4 bits take more instructions, and two warps per scheduler hide their latency. Eight warps may have
+# all registers: with 168 a loop with a mask spills. With fewer than 64 tokens per warp, a thread would have a single
 # 16-bit scale, which is too small for an asynchronous copy.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=1),
     (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, programs_per_sm=2),
     (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
-    (9, 4, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
-    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
-    (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
+    (9, 4, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4),
+    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4),
+    (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4),
     (8, 8, 8): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),
     (8, 8, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
     (8, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
     (8, 4, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
 }
-# The same for planes of unequal bits, by compute capability. They take more registers: a tile of 128 tokens spills.
+# The same for keys with scales per channel.
+DECODE_CHANNEL = {
+    (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, programs_per_sm=4),
+    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
+    (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
+}
+# The same for multiprocessors with less than NARROW bytes per second of memory bandwidth each. If two warps share a
+# scheduler there, one is served first, and the other one ends later and alone.
+DECODE_NARROW = {
+    (9, 4, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
+    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
+    (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
+}
+# Decoding with up to 8 rows for planes of unequal bits, by compute capability. They take more registers: a tile of 128
+# tokens spills.
 DECODE_UNEQUAL = {9: AttentionConfig(8, 64, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6)}
-# Decoding with up to 4 rows, for keys that are multiplied as integers by a query in digits; keys as above.
+# Decoding with up to 4 rows, for keys that are multiplied as integers by a query in digits; keys as above. With 200
+# registers eight warps leave room for the merge.
 DECODE_DIGITS = {
     (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
     (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=7),
     (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=8),
 }
-# The same for multiprocessors with less than NARROW bytes per second of memory bandwidth each. There one warp per
-# scheduler is fast enough for codes of 2 and 3 bits, too, and no warp ends late.
+# The same for multiprocessors with less than NARROW bytes per second each. There one warp per scheduler is fast enough
+# for codes of 2 and 3 bits, too.
 DECODE_DIGITS_NARROW = {
     (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
     (9, 2, 2): AttentionConfig(4, 128, num_warps=2, num_stages=3, programs_per_sm=2),
@@ -119,6 +133,8 @@ def attention_config(
     """
     narrow = 0 < multiprocessor.bandwidth < NARROW
     config = _tuned_config(capability, key, value, rows, mask_per_row, float32, narrow)
+    if multiprocessor.bandwidth >= NARROW and max(key.head_dim, value.head_dim) < 128:
+        config = _with_twice_the_programs(config, multiprocessor)
     tile_nbytes = _tile_nbytes(config, key, value, least_bits=0)
     itemsize = 4 if float32 or key.tile_bits == 32 else 2
     shared_nbytes = SCRATCH_NBYTES if config.num_warps > 1 else 0
@@ -253,9 +269,11 @@ def _tuned_config(
     if padded_head_dim <= 128 and key is not value and not _spills_tuned(capability, key, value):
         kind = (ROWS_OF_ANOTHER.get(capability, capability), key.tile_bits, value.tile_bits)
         config = DECODE.get(kind, PORTABLE)
+        config = DECODE_CHANNEL.get(kind, config) if key.granularity == "channel" else config
+        config = DECODE_NARROW.get(kind, config) if narrow else config
         if _has_unequal_planes(key, value) and max(key.tile_bits, value.tile_bits) <= 4:
             config = DECODE_UNEQUAL.get(kind[0], PORTABLE)
-        if rows <= 4 and key.multiplies_integers:
+        if rows <= 4 and key.multiplies_integers and not _is_wrong_with_one_warp(key, value):
             config = DECODE_DIGITS.get(kind, config)
             config = DECODE_DIGITS_NARROW.get(kind, config) if narrow else config
     # A tile of keys with scales per channel must be one block, or have one block per warp. With a per-row mask
@@ -278,6 +296,26 @@ def _of_two_warps(config: AttentionConfig) -> AttentionConfig:
     tokens = max(64, config.tokens // 2)
     programs = config.programs_per_sm * config.tokens // tokens
     return replace(config, num_warps=2, tokens=tokens, programs_per_sm=programs)
+
+
+def _with_twice_the_programs(config: AttentionConfig, multiprocessor: Multiprocessor) -> AttentionConfig:
+    """The configuration for fewer than 128 channels: up to twice the programs, if registers suffice.
+
+    A tile of fewer channels takes almost as many instructions. More warps must share a scheduler to hide their latency.
+    """
+    registers = config.max_registers or multiprocessor.registers_of_thread
+    room = multiprocessor.registers // (multiprocessor.warp_size * config.num_warps * registers)
+    programs = min(2 * config.programs_per_sm, max(config.programs_per_sm, room))
+    return replace(config, programs_per_sm=programs)
+
+
+def _is_wrong_with_one_warp(key: PackedOperand, value: PackedOperand) -> bool:
+    """Whether a program with one warp computes wrong outputs.
+
+    Triton 3.6 compiles it wrongly if it decodes rotated values for the exact blocks of keys: outputs are 6 % off. With
+    two warps they are right, and so are programs that decode rotated keys for the exact blocks of values.
+    """
+    return key.num_entries > 0 and value.num_entries == 0 and value.rotated
 
 
 def _has_unequal_planes(key: PackedOperand, value: PackedOperand) -> bool:
