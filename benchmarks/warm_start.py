@@ -2,8 +2,9 @@
 
     python benchmarks/warm_start.py [--layers 16] [--policy int8_per_token_head] [--device cpu] [--mode reduce-overhead]
 
-A small Llama with a static cache decodes one token. Each case is measured in a separate process, first with empty
-caches of compiled code, and then with the caches that the first process filled. The cases are:
+A small Llama with a static cache decodes one token. Each case is measured in separate processes, first with empty
+caches of compiled code, and then ``--repeats`` times with the caches that the first process filled. The warm processes
+of all cases take turns, and their medians are printed. The cases are:
 
 - plain ``torch.compile``;
 - ``kvquant`` with a cache that is packed from the start;
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -91,6 +93,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--mode", help="a mode of torch.compile, such as reduce-overhead for CUDA graphs")
     parser.add_argument("--processor", action="store_true", help="count processor seconds instead of wall clock time")
+    parser.add_argument("--repeats", type=int, default=3, help="warm processes of each case; default: %(default)s")
     parser.add_argument("--case", choices=CASES, help="measure one case in this process, and print its seconds")
     arguments = parser.parse_args()
     if arguments.case is not None:
@@ -100,14 +103,18 @@ def main() -> None:
     name = describe_device(torch.device(arguments.device))["name"]
     mode = f", mode {arguments.mode}" if arguments.mode is not None else ""
     print(f"{arguments.layers} layers, {arguments.policy}{mode}, {name}, torch {torch.__version__}")
-    plain: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {case: str(Path(folder, str(number))) for number, case in enumerate(CASES)}
+        cold, *turns = [
+            {case: in_process(case, arguments, caches[case]) for case in CASES} for _ in range(1 + arguments.repeats)
+        ]
+    warm = {
+        case: [statistics.median(call) for call in zip(*(turn[case] for turn in turns), strict=True)] for case in CASES
+    }
     for case, title in CASES.items():
-        with tempfile.TemporaryDirectory() as caches:
-            runs = [in_process(case, arguments, caches) for _ in range(2)]
-        plain = plain or [sum(seconds) for seconds in runs]
         parts = [
-            f"{where} {first:5.1f} + {second:5.1f} s ({(first + second) / baseline:.2f})"
-            for where, (first, second), baseline in zip(("cold", "warm"), runs, plain, strict=True)
+            f"{where} {calls[case][0]:5.1f} + {calls[case][1]:5.1f} s ({sum(calls[case]) / sum(calls['plain']):.2f})"
+            for where, calls in (("cold", cold), ("warm", warm))
         ]
         print(f"{title:40} {'   '.join(parts)}", flush=True)
 

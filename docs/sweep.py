@@ -200,14 +200,15 @@ Graphs are rewritten and run node by node; no code is generated.
 
 The sizes of most models come from one rule (`docs/sweep_library.py`). These models run with
 `scaled_dot_product_attention`, or with `eager` attention if they have no other. The remaining models
-(`docs/sweep_models.py`) run with every attention implementation.
+(`docs/sweep_models.py`) run with every attention implementation that they support.
 
 `2 of 3` means that 2 of 3 layers with a cache were rewritten in every graph; cross-attention counts as a layer. The
 error is the relative L2 distance of all logits from a reference: the uncompiled model, whose caches are quantized on
 write and dequantized on read. In the reference, attention that was not packed reads new keys and values before they are
 quantized. The limit is {max_error:g}, which is less than the effect of one wrong token in a mask. A code that is
 rounded differently changes the logits by 1e-4; rows without such a code are at 1e-7. Numbers in brackets refer to
-reasons and notes below the table. `-` stands for a case that the model does not support, compiled or not.
+reasons and notes below the table. `-` stands for a case that does not run without kvcompile either,
+uncompiled or under `torch.compile`.
 
 ```sh
 python docs/sweep.py

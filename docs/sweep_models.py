@@ -199,4 +199,4 @@ ARCHITECTURES: dict[str, Architecture] = {
     "umt5": _encoder_decoder(_T5),
     "xglm": _decoder(d_model=64, ffn_dim=96, num_layers=2, attention_heads=4),
 }  # fmt: skip
-"""By model type."""
+"""Maps each model type to its small model."""

@@ -71,7 +71,7 @@ def read_corpus() -> tuple[Tensor, Tensor]:
         path for path in sorted(root.rglob("*.py")) if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
     ]
     if len(files) < 2 * HELD_OUT_EVERY:
-        raise SystemExit(f"{root} holds no Python source to train on; give a trained model with --model")
+        raise SystemExit(f"{root} holds too few Python files to train on; give a trained model with --model")
     parts: tuple[bytearray, bytearray] = (bytearray(), bytearray())
     for index, path in enumerate(files):
         parts[index % HELD_OUT_EVERY == 0].extend(path.read_bytes())

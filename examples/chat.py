@@ -35,7 +35,7 @@ SYSTEM = "You are a helpful assistant. You answer in a few words."
 
 
 class Bytes:
-    """The tokenizer of the tiny model: a token is a byte."""
+    """The tokenizer of the tiny model, and of models with a vocabulary of 256: a token is a byte."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

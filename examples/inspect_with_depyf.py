@@ -1,4 +1,4 @@
-"""Inspect the compilation of a decode step: Dynamo's graph, the rewritten graph, the generated code, and the reasons.
+"""Inspect a compiled decode step: Dynamo's graph, the rewritten graph, the generated code, and the reasons of refusals.
 
     python examples/inspect_with_depyf.py                      # writes ./kvcompile_dump
     python examples/inspect_with_depyf.py --out DIR --policy int4_per_token_head

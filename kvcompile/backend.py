@@ -46,7 +46,7 @@ def kvquant(
     options: Mapping[str, Any] | None = None,
     **more_options: Any,
 ) -> Callable[..., Any]:
-    """The backend of ``torch.compile``. A call with keywords only returns a backend with these options.
+    """The backend of ``torch.compile``. A call with only keywords returns a backend with these options.
 
     ``torch.compile(model, backend="kvquant", options={"policy": "int4"})`` finds the backend by its name. PyTorch then
     takes either ``mode`` or ``options``, and reports a wrong option as ``BackendCompilerFailed`` at the first
@@ -60,8 +60,9 @@ def kvquant(
         mode: a ``torch.compile`` mode (``max-autotune``, ``reduce-overhead``, ...).
         options: ``policy`` (preset name, path, dict or Policy), ``on_unsupported`` (``error``, ``warn``, ``ignore``),
             ``verify`` (True: check every rewritten graph against its original, docs/verify.md), ``context_parallel``
-            (a DeviceMesh of one dimension, or a process group, whose ranks split the tokens of every cache,
-            docs/parallel.md) and Inductor configuration keys, which override the settings of the mode.
+            and Inductor configuration keys. ``context_parallel`` is a DeviceMesh of one dimension, or a process group,
+            whose ranks split the tokens of every cache (docs/parallel.md). Inductor configuration keys override the
+            settings of the mode.
         more_options: the same options as keywords; they override ``options``.
 
     Returns:

@@ -49,8 +49,9 @@ class BackendOptions:
         """Check ``mode`` and ``options``; an option takes precedence over the same setting of the mode.
 
         ``options`` may hold ``policy`` (see :meth:`Policy.load`), ``on_unsupported`` (which overrides the policy's own
-        setting), ``verify``, ``context_parallel`` (a DeviceMesh of one dimension, or a process group, whose ranks split
-        the tokens of every cache) and any key of Inductor's configuration. A key may have ``-`` in place of ``_``.
+        setting), ``verify``, ``context_parallel`` and any key of Inductor's configuration. ``context_parallel`` is a
+        DeviceMesh of one dimension, or a process group, whose ranks split the tokens of every cache. A key may have
+        ``-`` in place of ``_``.
 
         Raises:
             OptionsError: an unknown or mistyped mode or option.

@@ -40,7 +40,10 @@ class PackedInput:
 
 @dataclass(frozen=True)
 class StackInput:
-    """A packed stack that the caller passes: each part as a separate input, and the rest as in :class:`SplitStack`."""
+    """A packed stack that the caller passes, with a record for each part.
+
+    ``dims`` and ``num_ranges`` are as in :class:`SplitStack`.
+    """
 
     dims: tuple[int, ...]
     parts: Mapping[PartIndex, GraphInput]
@@ -245,7 +248,7 @@ def _subscript(dims: Sequence[int], part: Sequence[int]) -> str:
 
 
 def with_parts_of_stacks(inputs: Sequence[GraphInput], stacks: Sequence[SplitStack]) -> list[GraphInput]:
-    """The record of a graph's inputs after stacks were split. A part is named as :meth:`SplitStack.name_of` does."""
+    """The record of a graph's inputs after stacks were split. :meth:`SplitStack.name_of` names the parts."""
     result: dict[int, GraphInput] = dict(enumerate(inputs))
     for split in stacks:
         whole = inputs[split.index]

@@ -85,7 +85,7 @@ class Marker:
             parts.append("bool mask" if _fake(self.mask).dtype == torch.bool else "float mask")
         if self.is_causal:
             parts.append("causal")
-        head_dim = _fake(self.query).shape[-1] or 1  # without channels, the scale is the one that the model gives
+        head_dim = _fake(self.query).shape[-1] or 1  # 0**-0.5 raises for attention without channels
         if isinstance(self.scale, float) and abs(self.scale - head_dim**-0.5) > 1e-9:
             parts.append(f"scale {self.scale:g}")
         if self.softcap:

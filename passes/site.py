@@ -84,7 +84,7 @@ class Site:
     Attributes:
         module: qualified name of the module that calls attention (``model.layers.0.self_attn``), or "" at top level.
         layer: the layer index in that name, if it has one.
-        attention: the recognised form of attention, e.g. ``sdpa causal, gqa 4``.
+        attention: the recognised form of attention, e.g. ``sdpa, bool mask``.
         caches: its packed caches; empty when refused.
         reason: why plain Inductor compiles the site; None when it was rewritten.
         reason_code: a short stable name of that reason, e.g. ``escaping_view``.

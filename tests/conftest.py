@@ -24,7 +24,7 @@ BEGIN_EARLY = (
     "packed/test_packed_residual_compiled.py",
     "forms/test_written_dtypes.py",
 )
-"""Files with tests of 10 to 20 seconds: one that begins last would leave the other workers without work."""
+"""Files with tests of 10 to 20 seconds: a file that begins last would leave the other workers without work."""
 
 CASES = pytest.StashKey[Counter[str]]()
 """The number of cases that were collected so far, by the test that has the mark ``sampled``."""
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_worker:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more threads are processes that import PyTorch
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more would be processes that import PyTorch
     if file := config.getoption("processor_times"):
         config.pluginmanager.register(ProcessorTimes(file))
 

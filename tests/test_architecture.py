@@ -134,7 +134,7 @@ def imports_of(path: Path) -> Iterator[Import]:
             yield from (Import(file, f"{node.module}.{name.name}", id(node) in in_functions) for name in node.names)
 
 
-@functools.cache  # not when the tests are collected, which every worker does
+@functools.cache  # computed by the first test, not during the collection of tests, which every worker repeats
 def all_imports() -> dict[str, list[Import]]:
     """The imports of each module."""
     return {file: list(imports_of(path)) for file, path in MODULES.items()}

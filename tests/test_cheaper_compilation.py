@@ -119,7 +119,7 @@ def test_code_without_kernels_or_vectors_computes_the_same() -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_the_kernels_of_a_graph_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have different arguments, and the error of one reaches the caller."""
+    """The kernels have different arguments, and the error of one kernel reaches the caller."""
     loaded: list[str] = []
     load = CppPythonBindingsCodeCache.load_async
 

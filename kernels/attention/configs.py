@@ -62,18 +62,20 @@ DECODE = {
     (8, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
     (8, 4, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
 }
+# The fewest registers without spills for tiles of 2-bit and 3-bit keys, which leave room for twelve warps.
+SIX_PROGRAMS = AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6)
 # The same for keys with scales per channel.
 DECODE_CHANNEL = {
     (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, programs_per_sm=4),
-    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
-    (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
+    (9, 2, 4): SIX_PROGRAMS,
+    (9, 2, 2): SIX_PROGRAMS,
 }
 # The same for multiprocessors with less than NARROW bytes per second of memory bandwidth each. If two warps share a
 # scheduler there, one is served first, and the other one ends later and alone.
 DECODE_NARROW = {
     (9, 4, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
-    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
-    (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
+    (9, 2, 4): SIX_PROGRAMS,
+    (9, 2, 2): SIX_PROGRAMS,
 }
 # Decoding with up to 8 rows for planes of unequal bits, by compute capability. They take more registers: a tile of 128
 # tokens spills.
@@ -101,6 +103,9 @@ SCRATCH_NBYTES = 8 << 10
 """Shared memory of a decode program besides its query and the tiles that it loads ahead, if its warps exchange data."""
 RESERVED_NBYTES = 1 << 10
 """Shared memory that a multiprocessor reserves for each program."""
+
+SPLITS_IN_ROUNDS = 5
+"""The most splits if not all programs run at once. On an H200 more splits were not faster."""
 
 PORTABLE = AttentionConfig(8, 64)
 FACTORS = AttentionConfig(8, 64, num_stages=2)
@@ -236,8 +241,7 @@ def _with_room(
         None if there is no room for a program.
     """
     threads = multiprocessor.warp_size * config.num_warps
-    registers = config.max_registers or multiprocessor.registers_of_thread
-    most = max(1, min(config.programs_per_sm, multiprocessor.registers // (threads * registers)))
+    most = max(1, min(config.programs_per_sm, _programs_by_registers(config, multiprocessor)))
     for least_stages in (min(2, config.num_stages), 1):  # a tile is loaded ahead, if possible
         for programs in range(most, 0, -1):
             of_program = min(multiprocessor.of_program, multiprocessor.shared_memory // programs - RESERVED_NBYTES)
@@ -303,10 +307,14 @@ def _with_twice_the_programs(config: AttentionConfig, multiprocessor: Multiproce
 
     A tile of fewer channels takes almost as many instructions. More warps must share a scheduler to hide their latency.
     """
+    most = max(config.programs_per_sm, _programs_by_registers(config, multiprocessor))
+    return replace(config, programs_per_sm=min(2 * config.programs_per_sm, most))
+
+
+def _programs_by_registers(config: AttentionConfig, multiprocessor: Multiprocessor) -> int:
+    """The number of programs whose registers a multiprocessor has."""
     registers = config.max_registers or multiprocessor.registers_of_thread
-    room = multiprocessor.registers // (multiprocessor.warp_size * config.num_warps * registers)
-    programs = min(2 * config.programs_per_sm, max(config.programs_per_sm, room))
-    return replace(config, programs_per_sm=programs)
+    return multiprocessor.registers // (multiprocessor.warp_size * config.num_warps * registers)
 
 
 def _is_wrong_with_one_warp(key: PackedOperand, value: PackedOperand) -> bool:
@@ -380,7 +388,11 @@ def latent_config(
 
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
-    """The number of splits of the tokens: all programs run at once if possible, and every split has a tile.
+    """The number of splits of the tokens that should take the least time. Every split has a tile.
+
+    If all programs can run at once, they run in one round. Otherwise the last round may have few programs: 1.2 rounds
+    of whole sequences take almost as long as two. More splits make rounds shorter, so that less of the device is idle
+    in the last one: 3 splits make 3.6 rounds of a third of the length.
 
     Args:
         config: the configuration of the kernel.
@@ -389,5 +401,11 @@ def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int
         num_sms: streaming multiprocessors of the device.
     """
     tiles = max(1, ceil_div(kv_len, config.tokens))
-    splits = max(1, min(tiles, config.programs_per_sm * num_sms // programs))
+    room = config.programs_per_sm * num_sms
+    fixed = 2 + config.rows / 16  # tiles that take as long as the begin and the end of a program
+
+    def time(splits: int) -> float:
+        return ceil_div(programs * splits, room) * (ceil_div(tiles, splits) + fixed)
+
+    splits = min((*range(1, SPLITS_IN_ROUNDS + 1), max(1, room // programs)), key=time)
     return ceil_div(tiles, ceil_div(tiles, splits))

@@ -154,6 +154,13 @@ class PackedLayout:
         return name if self.residual is None else f"{name} ({self.residual.description})"
 
     @property
+    def why_not_split(self) -> str | None:
+        """Why context-parallel ranks cannot split the tokens of a cache with this layout; None if they can."""
+        if self.residual is not None:
+            return f"{self.description} keeps tokens in full precision"
+        return f"{self.description} is calibrated" if self.format.is_calibrated else None
+
+    @property
     def residual_bytes(self) -> int:
         """Bytes of the header per sequence and head."""
         return self.header_blocks * self.block_bytes

@@ -43,8 +43,8 @@ def rotation_matrix(OPERAND: tl.constexpr, ROWS: tl.constexpr):
         channel = tl.arange(0, RUN)
         column = channel
         if moved_channels(OPERAND) == 4:
-            # Of 8 columns of a product, a thread has 2 neighbours. Here they are channels at a distance of 4, so that a
-            # thread has one channel of every 4.
+            # A thread has 2 neighbours among the 8 columns of a product. These are channels at a distance of 4 here, so
+            # that a thread has one channel of every 4.
             column = (channel & (RUN - 8)) | ((channel & 1) << 2) | ((channel >> 1) & 3)
         matrix = hadamard_rows(channel, column, RUN)
     return matrix

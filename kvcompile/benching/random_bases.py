@@ -11,7 +11,7 @@ from kvcompile.passes.site import FormatPair
 
 
 def with_random_bases(pair: FormatPair, num_kv_heads: int, head_dim: int) -> FormatPair:
-    """``pair`` with random orthogonal bases for its calibrated formats, which need no transforms then."""
+    """``pair`` with random orthogonal bases for its calibrated formats, which then need no transforms."""
     names = [_with_random_basis(name, num_kv_heads, head_dim) for name in (pair.key, pair.value)]
     return replace(pair, key=names[0], value=names[1])
 

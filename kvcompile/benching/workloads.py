@@ -241,7 +241,7 @@ class Caches:
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
-    """The L2 norm of the difference over the norm of ``expected``; NaN if an element is not finite."""
+    """The L2 norm of the difference over the norm of ``expected``; NaN or infinite if an element is not finite."""
     return ((result.double() - expected.double()).norm() / expected.double().norm()).item()
 
 

@@ -144,9 +144,10 @@ def places_in_blocks(content: Any) -> dict[str, Any]:
     """The places of bytes in a block, for each layout of a description and for readers without kvcompile.
 
     Returns:
-        By ``FORMAT ROLE HEAD_DIM``: ``block_tokens``, ``block_bytes``, ``header_blocks`` before the blocks of tokens,
-        and the ``sections`` of a block with ``offset``, ``nbytes``, the ``dtype`` of their elements and their
-        ``shape``. The shape is row-major: [64, ...] by token, [..., 64] by channel, or one row that all tokens share.
+        A dict with a key ``FORMAT ROLE HEAD_DIM`` for each layout. A value has ``block_tokens``, ``block_bytes``,
+        ``header_blocks`` before the blocks of tokens, and the ``sections`` of a block. A section has ``offset``,
+        ``nbytes``, the ``dtype`` of its elements and its ``shape``. The shape is row-major: [64, ...] by token,
+        [..., 64] by channel, or one row that all tokens share.
     """
     layouts: dict[str, Any] = {}
     pending = [content]

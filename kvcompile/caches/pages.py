@@ -1,8 +1,8 @@
 """Packed pages in the continuous batching of Transformers: ``generate_batch()`` of 5.20 to 5.24.
 
-Transformers keeps the caches of all requests in one flat byte tensor and divides it in two steps: allocators, one for
-each type of attention, ask for sectors and cut them into the blocks of requests. The memory planner of Transformers
-computes how many blocks fit from the bytes per block of an allocator.
+Transformers keeps the caches of all requests in one flat byte tensor and divides it in two steps. Allocators, one for
+each type of attention, ask for sectors. They cut these sectors into the blocks of requests. The memory planner of
+Transformers computes how many blocks fit, and takes the bytes per block from an allocator.
 
 - **Bytes.** :class:`~kvcompile.kernels.layout.pages.PagesLayout` has the layout of an allocator's block: one page,
   which packs all its layers. The allocators made here give its bytes as ``bytes_per_block``. Block tables, prefix
@@ -95,7 +95,7 @@ def making_pages(formats: LayerFormats) -> Iterator[None]:
 
 
 def pack_updates(cache: PagedAttentionCache) -> None:
-    """Give a cache that was made in a block :func:`making_pages` the ``update`` for packed pages."""
+    """Give ``cache`` the ``update`` for packed pages. The cache was made inside ``with making_pages(...)``."""
     cache.__class__ = _pages_class()
     cache.unread = None  # type: ignore[attr-defined]  # an attribute that appears later would recompile graphs
 
@@ -107,7 +107,7 @@ def has_packed_pages(cache: Any) -> bool:
 
 @functools.cache
 def _install() -> None:
-    """Register the attention implementation, and replace the table of allocators by classes that choose one."""
+    """Register the attention implementation, and replace each allocator class by a class that chooses between two."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -120,7 +120,7 @@ def _install() -> None:
 
 
 def _choosing_class(plain: type) -> type:
-    """A class that makes instances of ``plain``, or packed allocators in a block :func:`making_pages`."""
+    """A class that makes instances of ``plain``, or packed allocators inside ``with making_pages(...)``."""
     packed = _packed_class(plain)
 
     class Chosen(plain):  # type: ignore[misc]
@@ -213,7 +213,7 @@ def attention_on_pages(
         module: the attention module.
         query: [1, num_heads, num_queries, head_dim].
         key, value: the new tokens, [1, num_kv_heads, num_queries, head_dim].
-        attention_mask: passed on if the cache has no packed pages; a continuous batch has none.
+        attention_mask: passed on if the cache has no packed pages; a continuous batch has no mask.
         scaling: factor of the scores, ``1 / sqrt(head_dim)`` by default.
         kwargs: the keywords of continuous batching.
 

@@ -107,12 +107,16 @@ def _grid(indices: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
 
 
 def files_needed(stored: StoredTensor, wanted: Ranges) -> list[int]:
-    """The numbers of the files that have some of the indices ``wanted``."""
-    return [piece.file for piece in stored.pieces if _common(stored, piece, wanted) is not None]
+    """The numbers of the files that have some of the indices ``wanted``.
+
+    If no file has any, because a rank of a short cache holds no block, the first file gives the dtype.
+    """
+    files = [piece.file for piece in stored.pieces if _common(stored, piece, wanted) is not None]
+    return files or [stored.pieces[0].file]
 
 
 def assembled(stored: StoredTensor, wanted: Ranges, read: Callable[[int], Tensor]) -> Tensor:
-    """The indices ``wanted`` of a stored tensor.
+    """The part of a stored tensor at the indices ``wanted``.
 
     Args:
         stored: the tensor, checked with :func:`check_pieces`.

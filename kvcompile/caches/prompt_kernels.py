@@ -1,4 +1,4 @@
-"""Compile the kernels that read a prompt in parallel, before the model's first layer needs them.
+"""Compile in parallel the kernels that read a prompt, before the model's first layer needs them.
 
 ``generate()`` reads a prompt in eager code, which would compile each kernel at its first launch, one after the other.
 """

@@ -37,7 +37,7 @@ class RequestCaches:
     def take(self, batch_size: int, num_tokens: int) -> StaticCache:
         """An empty cache of ``batch_size`` sequences with room for at least ``num_tokens`` tokens each.
 
-        The cache can be cropped, and its beams can be reordered without new memory.
+        The cache can be cropped, and its beams can be reordered in place.
 
         Raises:
             PolicyError, KVCompileError: see :func:`kvcompile.static_cache`.
@@ -78,7 +78,7 @@ def hand_out(cache: Any) -> None:
 
 
 def packed_layers(cache: Cache) -> list[Any]:
-    """The layers without sliding windows of a static cache whose keys and values are packed."""
+    """The layers of a static cache that have no sliding window and whose keys and values are packed."""
     return [layer for layer in getattr(cache, "layers", ()) if _is_packed(layer)]
 
 

@@ -35,8 +35,8 @@ class Held:
     """The part of a tensor that one rank holds.
 
     Attributes:
-        digest: the digest of its bytes, name, dtype and shape. Tensors whose tokens are divided use the shape of the
-            first rank, because ranks may have different numbers of blocks.
+        digest: the digest of its bytes, name, dtype and shape. Digests of ranks that divide the tokens of a
+            tensor are not compared with each other, because these ranks may have different numbers of blocks.
         is_zero: whether all its bytes are zero.
         shape: the shape of its data.
         blocks: the number of blocks of the whole cache, if the ranks divide its tokens.

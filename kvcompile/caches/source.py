@@ -93,7 +93,7 @@ class Source(ExitStack):
             part = self._opened(self.path / name)
         except FileNotFoundError as error:
             raise CacheFileError(
-                f"{self.path / name} is missing, which the index of this cache names; copy all files of the folder"
+                f"{self.path / name} is missing, but the index of this cache names it; copy all files of the folder"
             ) from error
         found = part.header.get("digest")
         if found != digests.of_header(part.header) or found != entry["digest"]:

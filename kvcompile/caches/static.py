@@ -135,10 +135,10 @@ def _pack(layer: Any, filled: Any, formats: FormatPair, shard: ContextShard | No
     for (name, role), plain in zip(_TENSORS, _both(filled), strict=True):
         layout = formats.layout(role, plain.shape[3], dtype)
         check_holds(layout, dtype, f"static_cache: {place}")
-        if shard is not None and layout.residual is not None:
+        if shard is not None and layout.why_not_split is not None:
             raise PolicyError(
-                f"static_cache: {place}: ranks cannot split {layout.description}, which keeps tokens in full "
-                "precision; choose a format without residual_length and sink_tokens, such as int4_per_token_head"
+                f"static_cache: {place}: ranks cannot split this cache: {layout.why_not_split}; choose a format that "
+                "is not calibrated, without residual_length and sink_tokens, such as int4_per_token_head"
             )
         packed: torch.Tensor
         if shard is None:

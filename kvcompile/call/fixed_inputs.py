@@ -62,8 +62,8 @@ class FixedInputs(threading.local):
     def refer(self, data: list[Tensor]) -> list[Tensor]:
         """Make the references refer to packed ``data``, and return them.
 
-        References do not keep the data alive. The caller's caches keep it alive during a call, and kernels may still
-        run after it. If the data is freed by then, the allocator reuses its memory in stream order.
+        References do not keep the data alive. The caller's caches keep the data alive during a call. Kernels may
+        still run after the call. If the data is freed before they end, the allocator reuses its memory in stream order.
         """
         if self._references is None:
             self._references = References(len(data), data[0].device)

@@ -66,7 +66,7 @@ def graph_inputs(gm: GraphModule, example_inputs: Sequence[Any], sources: Sequen
 
 
 def graph_input(value: Any, source: str, dynamo_index: int | None = None) -> GraphInput:
-    """The record of one input with this value, which is no other tensor subclass that AOTAutograd unwraps."""
+    """The record of one input. ``value`` is a packed cache, or not a tensor subclass that AOTAutograd unwraps."""
     if not isinstance(value, PackedSubclass):
         return GraphInput(source, dynamo_index, is_persistent=may_pack(value, source))
     if isinstance(value, PackedStack):

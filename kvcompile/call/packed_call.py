@@ -292,7 +292,7 @@ class AdoptingCall:
         """
         Args:
             compiled: the result of ``compile_fx`` for the packed graph.
-            caches: the inputs that must be packed; positions count after stacks were split.
+            caches: the inputs that must be packed, with their positions after stacks were split.
             stacks: the inputs that are split.
             fallback: the original graph, run by plain Inductor. Without it a cache that cannot be packed is an error.
             graph: the graph's entry in the report.

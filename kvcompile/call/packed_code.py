@@ -34,8 +34,8 @@ class Outcome:
     Attributes:
         sites: the attention sites, with their decisions.
         surroundings: the nodes around each site.
-        caches: the caches that a call must pack; positions count Dynamo's inputs.
-        stacks: the inputs that a call splits; positions count Dynamo's inputs.
+        caches: the caches that a call must pack, with their positions among Dynamo's inputs.
+        stacks: the inputs that a call splits, with their positions among Dynamo's inputs.
         sources: the user's name of each cache.
         is_recordable_step: whether the graph is a decode step that a CUDA graph could replay, and that runs without one
             now.

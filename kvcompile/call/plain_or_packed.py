@@ -56,8 +56,8 @@ class PlainOrPacked:
         """
         Args:
             example: the plain cache of the compilation, a real or a fake tensor.
-            parts: what a call packs of it.
-            stack: how a call splits it, if it does.
+            parts: the parts of the cache that a call packs.
+            stack: how a call splits the cache; None if it is not split.
             shard: the tokens of a packed cache that this process keeps.
         """
         self._dtype, self._device = example.dtype, example.device
@@ -92,7 +92,7 @@ class PlainOrPacked:
         return is_as_packed
 
     def _is_packed_by_call(self, now: GraphInput) -> bool:
-        """Whether exactly those parts of an input are packed that a call packs."""
+        """Whether the packed parts of an input are exactly the parts that a call packs."""
         if self._stack is None:
             return self._is_packed(now, ())
         stack = now.stack

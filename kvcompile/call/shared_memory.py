@@ -88,9 +88,10 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def _box(part: Tensor) -> list[range]:
     """A range of indices for each dimension: the box that a part covers.
 
-    The indices count in a tensor that has the strides of the part and fills its whole storage. Boxes tell whether two
+    The indices refer to a tensor that has the strides of the part and fills its whole storage. Boxes tell whether two
     views of one tensor overlap, also for slices along several dimensions. The first dimension of packed data counts
-    tokens, not blocks, because two views may share a block. With a residual, such views share the block's header.
+    tokens, not blocks, because two views may share a block. With a residual, every view includes the header of the
+    cache.
     """
     data, ranges = _data_of(part), []
     offset = int(data.storage_offset())

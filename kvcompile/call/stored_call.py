@@ -103,7 +103,7 @@ class CallParts:
     """The data of a call besides the compiled code. It can be pickled.
 
     Attributes:
-        caches: the caches that a call must pack; positions count Dynamo's inputs.
+        caches: the caches that a call must pack, with their positions among Dynamo's inputs.
         stacks: the inputs that a call splits.
         sources: the user's name of each cache.
         conceals: whether packed caches are concealed from AOTAutograd.

@@ -76,7 +76,7 @@ def calibrate(
 
     for_transforms = output.suffix == TRANSFORMS
     if positions is not None and not for_transforms:
-        raise EvaluationError(f"--positions is for transforms; give --output FILE{TRANSFORMS}, or drop it")
+        raise EvaluationError(f"--positions is for transforms; give --output FILE{TRANSFORMS}, or drop --positions")
     if output.suffix not in (TRANSFORMS, SCALES):
         raise EvaluationError(f"--output {output}: the name must end in {TRANSFORMS} (transforms) or {SCALES} (scales)")
     check_writable(output)

@@ -182,10 +182,10 @@ _PROGRAM = "#include <Python.h>\n#include <vector>\nint main() { return std::vec
 
 def _compiler() -> Check:
     """Whether Inductor's C++ compiler works and finds Python's headers. Triton's launchers need both as well."""
-    from kvcompile.compat.compiler import cpp_compiler
-
     remedy = "install a C++ compiler (apt install g++), or name one in the environment variable CXX"
     try:
+        from kvcompile.compat.compiler import cpp_compiler
+
         compiler = cpp_compiler()
         found = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except Exception as error:  # from Inductor, or from starting the compiler

@@ -94,7 +94,7 @@ def _decode_lines(plan: Plan, decode: DecodeModel) -> Iterator[str]:
     rate = f"{format_rate(decode.bandwidth.bytes_per_second)} ({decode.bandwidth.source})"
     yield f"Decode step of {who} in ms, from the bytes it reads, at {rate}"
     shares = ", ".join(f"{name} {float(share):g}" for name, share in decode.efficiency.items())
-    yield f"efficiency of reading: {shares or 'all 1 (assumed: a floor that no kernel reaches)'}"
+    yield f"efficiency of reading: {shares or 'all 1 (assumed: times are a floor that no kernel reaches)'}"
     header = ["policy", *map(format_context, plan.request.contexts), f"{float(plan.request.speedup):g}x from"]
     yield table(header, [_decode_row(plan, policy) for policy in plan.policies])
     yield from _exchanged(plan)
@@ -103,7 +103,7 @@ def _decode_lines(plan: Plan, decode: DecodeModel) -> Iterator[str]:
 
 
 def _exchanged(plan: Plan) -> Iterator[str]:
-    """The collectives of a step, which its time contains."""
+    """The collectives of a step, whose times are part of the time of the step."""
     ranks = plan.request.ranks
     for policy in plan.policies:
         for one in policy.collectives:

@@ -23,7 +23,7 @@ except ImportError:
     SerializableCallable = object  # type: ignore[misc,assignment]
 
 StorableCall = SerializableCallable
-"""The class of functions that ``aot_compile`` can store. It has two class methods, for bytes and for their contents."""
+"""The class of functions that ``aot_compile`` can store. Two class methods turn a function into bytes and back."""
 
 
 def is_ahead_of_time() -> bool:
@@ -42,7 +42,7 @@ def is_kept(compiled: Callable[..., Any]) -> bool:
 
 
 def bytes_of(compiled: Callable[..., Any]) -> bytes:
-    """The bytes of a result of ``compile_fx``, which :func:`is_kept`."""
+    """The bytes of a result of ``compile_fx`` for which :func:`is_kept` is true."""
     stored = BundledAOTAutogradSerializableCallable(compiled)
     data: bytes = BundledAOTAutogradSerializableCallable.serialize_compile_artifacts(stored)
     return data

@@ -1,4 +1,4 @@
-"""Inductor's choice of a C++ compiler. Without this name, ``doctor`` reports that it cannot test the compiler."""
+"""Inductor's choice of a C++ compiler. Without this name, ``doctor`` reports the compiler as missing."""
 
 from torch._inductor import cpp_builder
 

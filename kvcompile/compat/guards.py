@@ -27,7 +27,7 @@ Check = Callable[[Any], bool]
 
 
 def widen_tensor_guards(wideners: Mapping[Node, Callable[[Check], Check]], words: str) -> None:
-    """Let the code that is being compiled also run with other values of some inputs than Dynamo's guards admit.
+    """Let the code that is being compiled also run with values of some inputs that Dynamo's guards would refuse.
 
     Call it in a backend, before Dynamo builds its guards. Guards that PyTorch will store in a file stay unchanged.
 

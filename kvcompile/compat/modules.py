@@ -48,7 +48,7 @@ def has_compiled_parts(module: nn.Module) -> bool:
 def running_eagerly() -> Iterator[None]:
     """Inside the ``with`` block, all compiled code runs eagerly, including modules that are compiled on their own.
 
-    The stance of ``torch.compile`` is one for all threads, so one thread at a time changes it.
+    All threads share one stance of ``torch.compile``, so only one thread at a time changes it.
     """
     with _STANCE, torch.compiler.set_stance("force_eager"):
         yield

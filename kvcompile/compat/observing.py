@@ -34,7 +34,7 @@ dynamo_timed = _found("torch._dynamo.utils", "dynamo_timed", nullcontext)
 # Artifacts of ``TORCH_TRACE``, which tlparse shows.
 trace_structured = _found("torch._logging", "trace_structured", _nothing)
 
-# Formats the graph only if depyf is active: depyf replaces its code by a dump of the graph.
+# Formats the graph only if depyf is active: depyf replaces the code of this function by code that dumps the graph.
 lazy_format_graph_code = _found("torch._dynamo.utils", "lazy_format_graph_code", _nothing)
 
 

@@ -1,7 +1,7 @@
 """Private names of fake tensors and of functionalization. Without one of them this file cannot be imported.
 
 There is no fallback: the backend sees fake tensors only, and a packed cache must know which tracer calls its operators.
-Only :func:`own_outputs` has one.
+Only :func:`own_outputs` has a fallback.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def forget_real_tensors(gm: GraphModule) -> None:
 
 
 def records_operators() -> bool:
-    """Whether a tracer such as AOTAutograd records the running operators in a graph. Dynamo does not count."""
+    """Whether a tracer such as AOTAutograd records the running operators in a graph. Dynamo is not such a tracer."""
     return get_proxy_mode() is not None
 
 

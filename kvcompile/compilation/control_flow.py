@@ -1,4 +1,4 @@
-"""Packed caches in the control flow operators of PyTorch (``torch.cond`` and others), which cannot be traced."""
+"""A check of control flow operators (``torch.cond`` and others), which PyTorch cannot trace with packed caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def check_control_flow(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     """Check that no control flow operator of Dynamo's graph takes a packed cache.
 
     Raises:
-        KVCompileError: an operator takes one. PyTorch could not trace it, and would not name the cache.
+        KVCompileError: an operator takes a packed cache. PyTorch could not trace the operator, and would not name the
+            cache.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     packed = {

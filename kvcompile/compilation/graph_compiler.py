@@ -215,7 +215,7 @@ class GraphCompiler:
             )
 
     def _digest(self) -> str | None:
-        """The digest of the graph. None if PyTorch may not store its code."""
+        """The digest of the graph. None if PyTorch must not store its code."""
         alone = self.options.shard is None  # stored code would have to name its rank and its group
         generates = self.generate_code is None
         if not CAN_STORE or not generates or self.stages.are_wanted or self.options.verify or not alone:

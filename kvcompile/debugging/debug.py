@@ -39,10 +39,10 @@ _open_folder: Path | None = None
 def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Report]:
     """Dump everything that any thread compiles inside the ``with`` block; ``index.md`` in the folder lists the files.
 
-    The dump holds, for every graph that the backend compiles, the graph at each stage, with comments that name
-    attention sites, and the code that Inductor generated; the program runs this dumped code. For the whole block it
-    holds the report as text, page and data, the policies, and depyf's dump. The code in the block runs normally: caches
-    are written and packed.
+    For every graph that the backend compiles, the dump holds the graph at each stage, with comments that name attention
+    sites. It also holds the code that Inductor generated, and the program runs this dumped code. For the whole block
+    the dump holds the report as text, page and data, the policies, and depyf's dump. The code in the block runs
+    normally: caches are written and packed.
 
     Functions that were compiled before are compiled again inside the block, with Inductor's and AOTAutograd's caches
     off. Their earlier code is used again after the block (:mod:`kvcompile.compat.recompiling`). The results of the

@@ -130,7 +130,7 @@ class GraphStages:
         if self._watcher is not None and self._number is not None:
             self._watcher.stage(self._number, stage, text())
         else:
-            # This call formats nothing, unless depyf is active: it replaces the code of this function.
+            # This call formats nothing unless depyf is active, because depyf replaces the code of the called function.
             lazy_format_graph_code(f"kvquant {stage.number} {stage.name}", gm)
 
     def reported(self, graph: GraphReport) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _SECONDS = (1.5, 10.0, 10.0, 10.0)
-"""The longest times to connect, to read, to write and to wait for a free connection."""
+"""The timeouts, in seconds, to connect, to read, to write and to wait for a free connection."""
 
 
 def check_hub_name(name: str) -> None:

@@ -18,6 +18,8 @@ from kvcompile.policy.policy import EXACT_TOKENS, Policy, Rule
 def rules_for(choices: Mapping[str, FormatPair | None], sites: Sequence[Site], policy: Policy) -> tuple[Rule, ...]:
     """Policy rules that give modules their formats: one rule for every format pair, in the order of the layers.
 
+    A module gets its own rule if its layer is unknown or has several attention modules. These rules come first.
+
     Args:
         choices: the format pair of each module; None leaves its cache unpacked.
         sites: all attention sites of the model.

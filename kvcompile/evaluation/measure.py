@@ -72,7 +72,8 @@ def evaluate(
         text: from :func:`kvcompile.evaluation.text.read_text`.
         policies: anything that :meth:`kvcompile.policy.policy.Policy.load` takes.
         model_name: the name of the model in the result.
-        exact_prompt: whether the prefill attends to its own tokens as the policy says, by default in full precision.
+        exact_prompt: whether the prefill attends to its own tokens as the policy says: in full precision, unless the
+            policy says ``prefill: packed``.
         tap: an AttentionTap of the model for the calibration, or None; see :class:`Calibration`.
         on_progress: called for every step.
         on_result: called after every policy.

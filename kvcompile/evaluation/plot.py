@@ -15,7 +15,7 @@ MARKERS = "osD^v<>Pp*X"
 
 
 def check_plot(path: Path) -> None:
-    """Raise EvaluationError if ``path`` has another suffix or Matplotlib is missing."""
+    """Raise EvaluationError if the suffix of ``path`` is not in SUFFIXES, or if Matplotlib is missing."""
     if path.suffix not in SUFFIXES:
         raise EvaluationError(f"--plot {path}: the name must end in {', '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -25,7 +25,7 @@ def check_plot(path: Path) -> None:
 def draw(evaluation: Evaluation, path: Path) -> None:
     """Two panels over the effective bits: the change of the metric with its standard error, and the mean divergence.
 
-    The divergence has a logarithmic scale. Its standard error is not known.
+    The divergence has a logarithmic scale if all divergences are positive. Its panel has no error bars.
     """
     from matplotlib.figure import Figure
 

@@ -27,10 +27,10 @@ NUM_DIGITS = 5
 
 @dataclass(frozen=True)
 class Recalled:
-    """The planted numbers that a model has retrieved, up to one distance.
+    """The planted numbers of one distance group that a model has retrieved.
 
     Attributes:
-        distance: the largest distance between a number and its answer, in tokens.
+        distance: the upper bound of the group, in tokens between a number and its answer.
         questions: the number of questions.
         recalled: the fraction of answers in which every token is the model's most likely token.
         reference: this fraction for the unquantized model.

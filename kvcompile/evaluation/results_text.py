@@ -112,7 +112,7 @@ def _row(label: str, result: PolicyResult) -> list[str]:
 
 
 def short(divergence: float) -> str:
-    """``4.2e-3``."""
+    """A divergence in short form, such as ``4.2e-3``."""
     return f"{divergence:.1e}".replace("e-0", "e-")
 
 

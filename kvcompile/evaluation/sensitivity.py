@@ -92,7 +92,7 @@ def pair_of(role: Role, format_name: str) -> FormatPair:
 
 
 def half_caches(model: Any, schedule: Schedule, sites: Sequence[Site]) -> tuple[list[HalfCache], int]:
-    """The key and value caches of all layers with exactly one of ``sites``, and the number of all elements."""
+    """The key and value caches of all layers with exactly one of ``sites``; the number of elements of all caches."""
     cache = new_cache(model, schedule)
     with torch.no_grad(), running_eagerly():
         model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), **with_cache(model, cache))
@@ -191,7 +191,7 @@ def estimate_divergences(
         halves: key caches and value caches of the model. A cache that no gradient reaches gets no formats.
         formats: the formats to consider; a format that cannot hold a cache is skipped there.
         named: the names of formats in a cache.
-        on_progress: called for every cache that is measured.
+        on_progress: called for every cache in every window.
     """
     nbytes = [{name: size for name in formats if (size := half.nbytes(name)) is not None} for half in halves]
     step, generator = counted(on_progress, "formats", len(windows) * len(halves)), torch.Generator().manual_seed(0)

@@ -65,9 +65,9 @@ def measure_sites(
     found: dict[str, SiteErrors] = {}
 
     def measure(site: Site, call: AttentionCall) -> None:
+        on_site(site.module)
         if not call.can_be_packed:
             return
-        on_site(site.module)
         errors = found.setdefault(site.module, SiteErrors(site))
         call = call.sampled(QUERIES)
         exact = call.on_packed(FormatPair(EXACT, EXACT))

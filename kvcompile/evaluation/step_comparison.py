@@ -21,7 +21,9 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass
 class StepComparison:
-    """Sums over steps; the fields are lists of tensors with an element for every predicted token.
+    """The comparison of two models over all steps.
+
+    Every field except ``attention`` is a list of tensors with an element for every predicted token.
 
     Attributes:
         nats: the model's loss.

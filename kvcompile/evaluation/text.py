@@ -133,7 +133,7 @@ def check_ids(ids: Tensor, model: Any, source: str) -> None:
 
 
 def text_path(model: Any, model_name: str, path: Path | None) -> Path:
-    """The file of :func:`read_text`; EvaluationError if none is given and the model has none."""
+    """The file of :func:`read_text`; EvaluationError if no file is given and the model has no default text."""
     return path if path is not None else _held_out(model, model_name)
 
 

@@ -1,9 +1,10 @@
 """The calibration of transforms: bases from the moments of keys, of values and of the gradients of the loss.
 
 The model reads windows of text that begin at random positions, because the covariance of keys after a rotary embedding
-depends on their positions. For each KV head the means, the covariance C of the vectors and the second moments W of the
-gradients are summed. The gradients belong to the log-likelihood of tokens that the model samples itself, so that W is
-the Fisher information: ``e W e^T / 2`` estimates the divergence that an error ``e`` of one vector causes.
+depends on their positions. The calibration computes, for each KV head, the mean and the covariance C of the vectors,
+and the second moments W of the gradients. The gradients belong to the log-likelihood of tokens that the model samples
+itself, so that W is the Fisher information: ``e W e^T / 2`` estimates the divergence that an error ``e`` of one vector
+causes.
 """
 
 from __future__ import annotations

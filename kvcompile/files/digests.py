@@ -61,7 +61,7 @@ def of_model(model: nn.Module) -> str:
 
 
 def _whole(parameter: Any) -> Tensor:
-    """A parameter, gathered from all ranks if it is distributed. Its own data pointer would be null."""
+    """A parameter, gathered from all ranks if it is distributed: the data pointer of a distributed tensor is null."""
     with torch.no_grad():
         whole: Tensor = parameter.full_tensor() if is_distributed(parameter) else parameter
     return whole

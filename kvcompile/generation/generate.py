@@ -1,15 +1,17 @@
 """``generate()`` of a compiled Transformers model: its cache is packed from the start, and decode steps are compiled.
 
 ``generate()`` of Transformers makes a cache, fills it with the prompt, and then decodes token by token. Transformers
-compiles decode steps only on GPUs. It compiles neither beam search nor steps on its default cache, which grows, and
-assisted decoding only since release 5.24. A :class:`Generation` replaces four methods of a model, and its calls:
+compiles decode steps only on GPUs. It compiles neither beam search nor steps on its default cache, which grows. It
+compiles assisted decoding only since release 5.24. A :class:`Generation` replaces four methods of a model, and its
+calls:
 
 - ``generate`` begins and ends a request;
 - ``_prepare_cache_for_generation`` takes a packed cache for the request; the next request reuses its memory;
 - ``_valid_auto_compile_criteria`` is false if kvcompile compiles the decode steps, so Transformers does not compile
   them;
 - ``init_continuous_batching`` makes a manager whose pages are packed (:mod:`kvcompile.generation.generate_batch`);
-- a call of the model runs compiled if it is a decode step with the cache of the request, and otherwise eagerly.
+- a call of the model in a request runs compiled if it is a decode step with the cache of the request, and otherwise
+  eagerly.
 
 Some requests run without packed caches: requests without a cache, requests with a cache that Transformers offloads or
 quantizes, requests of an assistant model, and requests to a model whose state is not a KV cache.
@@ -79,7 +81,8 @@ class Request:
             them.
         records: whether decode steps may be CUDA graphs. Only one request at a time may record, because a step of
             another thread would overwrite its outputs.
-        has_prepared: whether the model has prepared a cache, so that it decodes itself and no model in it does.
+        has_prepared: whether the model has prepared a cache. If it has, it decodes itself, rather than a model that it
+            contains.
     """
 
     is_custom: bool = False
@@ -106,8 +109,8 @@ class Generation:
         Args:
             model: a model for which :func:`is_generative` holds.
             backend: compiles the model. On GPUs, decode steps become CUDA graphs unless the backend has a mode.
-            outer: the Generation of a model that contains this one. During its requests, this model is compiled only
-                inside a ``generate()`` of its own that decodes for the outer model.
+            outer: the Generation of a model that contains this one. During requests of the outer model, this model runs
+                compiled only if the outer model decodes with the ``generate()`` of this model.
             how: further keywords of ``torch.compile``.
         """
         self._model = model

@@ -3,7 +3,8 @@
 All entry points of continuous batching (``generate_batch``, ``continuous_batching_context_manager``,
 ``init_continuous_batching``) get their manager from ``init_continuous_batching``. :func:`packed_manager` makes this
 manager for a :class:`~kvcompile.generation.generate.Generation`, so that ``kvcompile.compile(model, policy=...)``
-prepares them, and ``kvcompile.uncompile(model)`` undoes it. :mod:`kvcompile.caches.pages` has the cache itself.
+prepares all entry points, and ``kvcompile.uncompile(model)`` restores them. :mod:`kvcompile.caches.pages` has the cache
+itself.
 
 The manager chooses its settings as for flash attention: forward passes run eagerly on CPUs and as CUDA graphs on GPUs,
 and are compiled if its configuration says so. The manager allows the fast path for decode steps, which reads block

@@ -60,7 +60,7 @@ std::string from_base64(std::string_view text) {
   return bytes;
 }
 
-// Loads machine code on the current device. More shared memory than 48 KiB must be asked for.
+// Loads machine code on the current device. More than 48 KiB of shared memory must be requested.
 CUfunction load(std::string_view name, std::string_view code, int shared_memory) {
   CUmodule module = nullptr;
   CUfunction function = nullptr;
@@ -93,7 +93,7 @@ CUfunction loaded(
 // scalars: the bits of each scalar, in the low bytes of a word.
 // name, code, digest: the kernel, its machine code (a cubin as base64), and a name for this code.
 // grid: three numbers of programs. threads, shared_memory: threads and bytes of a program.
-// early: whether the kernel may start before the previous one ends, for whose results it waits itself.
+// early: whether the kernel may start before the previous kernel ends. It waits for the results of that kernel itself.
 void launch(
     at::TensorList read, at::TensorList written, at::IntArrayRef parameters, at::IntArrayRef alignments,
     at::IntArrayRef scalars, std::string_view name, std::string_view code, std::string_view digest,
@@ -111,7 +111,8 @@ void launch(
           "kvcompile: ", name, " needs tensors aligned to ", alignments.at(place), " bytes");
     }
   }
-  // A kernel reads as many parameters as it has. The last two are Triton's scratch memory, which these kernels ignore.
+  // CUDA reads as many pointers as the kernel has parameters. The last two pointers are Triton's scratch memory,
+  // which these kernels ignore.
   void* scratch = nullptr;
   std::vector<void*> pointers;
   size_t scalar = 0;
@@ -144,7 +145,7 @@ void launch(
 }  // namespace
 
 TORCH_LIBRARY(kvcompile_package, library) {
-  // Kernels were compiled for these strides.
+  // Kernels were compiled for the strides of the traced tensors, so Inductor must keep these strides.
   library.def(
       "launch(Tensor[] read, Tensor(a!)[] written, int[] parameters, int[] alignments, int[] scalars, str name, "
       "str code, str digest, int[] grid, int threads, int shared_memory, bool early) -> ()",

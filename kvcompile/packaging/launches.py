@@ -69,7 +69,7 @@ def tracing_launches() -> Iterator[None]:
 def pass_masks_as_they_are(gm: GraphModule) -> None:
     """Remove the views of masks as bytes, which launches take: Inductor cannot view a bool tensor as another dtype.
 
-    A launch takes an address and strides. A bool and its byte have both in common.
+    A launch takes an address and strides. A bool tensor and its view as bytes have the same address and strides.
     """
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.dtype):
         if node.args[0].meta["val"].dtype == torch.bool:

@@ -127,7 +127,8 @@ class _Step(nn.Module):
 def _check(step: _Step, made: PackagedStep) -> None:
     """Run two steps of the package and of the graph, from empty caches, with the arguments of the captured call.
 
-    The second step begins where the first has ended, or at the start again if the caches have no room for it.
+    If the lengths of the caches are state, the second step begins where the first has ended, or at the start if the
+    caches have no room for it.
 
     Raises:
         PackageError: an output, a cache or another state differs.

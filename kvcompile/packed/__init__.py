@@ -3,7 +3,7 @@
 Every class has a table of handlers. The dispatch in :mod:`kvcompile.packed.subclass` looks up operators in this table.
 The modules imported here fill the tables. docs/packed_tensors.md lists the behaviour of each operator.
 
-This room imports kernels only.
+This room imports kernels and compat only.
 """
 
 import kvcompile.packed.attention

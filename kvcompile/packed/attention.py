@@ -1,8 +1,9 @@
 """Attention on packed keys and values in eager code: ``kvcompile::attention`` reads the packed bytes.
 
 Under ``inference_mode`` the dispatch gets ``scaled_dot_product_attention`` itself. Elsewhere PyTorch chooses a backend
-before the dispatch, which then gets the operator of the backend. Each of these operators has a handler. The backend
-``math``, and every call that the operator cannot compute, is decomposed into matrix products on dequantized values.
+before the dispatch, which then gets the operator of the backend. Each of these operators has a handler. PyTorch
+decomposes the backend ``math`` into matrix products on dequantized values. Calls that ``kvcompile::attention`` cannot
+compute also run on dequantized values.
 """
 
 from __future__ import annotations

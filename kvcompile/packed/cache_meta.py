@@ -17,8 +17,8 @@ class CacheMeta:
     Attributes:
         layout: layout of the packed data.
         dtype: logical dtype.
-        axes: the logical dimensions in order, a letter for each (:mod:`kvcompile.passes.graph.permutations`): ``bhtd``
-            is [batch, heads, tokens, head_dim], ``bthd`` is [batch, tokens, heads, head_dim]. An axis is missing if a
+        axes: the logical dimensions in order, a letter for each (:mod:`kvcompile.kernels.layout.axes`): ``bhtd`` is
+            [batch, heads, tokens, head_dim], ``bthd`` is [batch, tokens, heads, head_dim]. An axis is missing if a
             single index was selected; the packed data then holds only this index.
         start: number of tokens in the first block before this view, 0 to 63. With a residual, every view includes the
             header, and ``start`` is the number of tokens of the cache before this view.

@@ -1,6 +1,6 @@
 """Operators on a packed pool of blocks, applied to the slots that they address.
 
-A view of the pool as slots, a view with another block size and a view of some blocks all share the bytes. Other
+These views share the bytes: the pool as slots, the pool with another block size, and some blocks of the pool. Other
 operators follow the general rules.
 """
 

@@ -59,17 +59,17 @@ class PackedShard(PackedSubclass):
         Args:
             shape: the shape of the whole cache.
             dtype: the logical dtype.
-            layout: format and role, without a residual.
+            layout: format and role, without a residual and not calibrated.
             shard: this rank's share of the tokens.
             axes: as in :meth:`PackedTensor.from_dense`.
             device: the device of the data.
 
         Raises:
-            ValueError: the layout has a residual, or cannot hold this cache.
+            ValueError: the layout has a residual or is calibrated, or it cannot hold this cache.
         """
-        if layout.residual is not None:
+        if layout.why_not_split is not None:
             raise ValueError(
-                f"format {layout.spec} keeps tokens in full precision, which ranks cannot split; choose a format "
+                f"ranks cannot split this cache: {layout.why_not_split}; choose a format that is not calibrated, "
                 "without residual_length and sink_tokens"
             )
         own = list(shape)
@@ -78,7 +78,7 @@ class PackedShard(PackedSubclass):
 
     @classmethod
     def from_dense(cls, x: Tensor, layout: PackedLayout, shard: ContextShard, axes: str = "bhtd") -> PackedShard:
-        """Quantizes the tokens of this rank of a plain cache ``x``. Arguments and errors are as in :meth:`zeros`."""
+        """Quantizes this rank's tokens of a plain cache ``x``. Arguments and errors are as in :meth:`zeros`."""
         result = cls.zeros(x.shape, x.dtype, layout, shard, axes, x.device)
         dim = result.local.token_dim
         own = shard.select(x.detach(), dim).narrow(dim, 0, shard.owned_tokens(x.shape[dim]))

@@ -390,9 +390,9 @@ class PackedTensor(PackedSubclass):
         """A view of this cache for reads right after ``new`` was written to it.
 
         Attention and :meth:`dequantize` read the new tokens in full precision. Views of the view do too, if they begin
-        at the same token and hold all sequences and heads. Set ``exact.new`` of the view to None before something else
-        is written to the cache. The result is the cache itself if there are few new tokens, or if its layout does not
-        support them.
+        at the same token, keep the order of the dimensions, and have all sequences and heads. Set ``exact.new`` of the
+        view to None before something else is written to the cache. The result is the cache itself if there are few new
+        tokens, or if its layout does not support them.
         """
         if reads_packed(new.x.shape[2]) or not self.packed_layout.takes_new_tokens:
             return self

@@ -58,7 +58,8 @@ def stride_of_clone(x: Tensor) -> tuple[int, ...]:
 def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
     """``values`` with the memory order of dimensions of ``like``, in traced code.
 
-    Every view of ``like`` is then a valid view of ``values``. Strides whose order is not known keep their order.
+    Every view of ``like`` is then a valid view of ``values``. Dimensions keep their order if the order of their
+    strides is not known.
     """
     stride = like.stride()
 

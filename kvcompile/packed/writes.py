@@ -228,7 +228,7 @@ def _fill_(cache: Tensor, value: Any) -> Any:
 
 
 def _constant(cache: PackedTensor, value: Any, head: Tensor) -> Tensor:
-    """Encodes a vector for each head whose channels all equal ``value``, a number or a 0-dimensional tensor."""
+    """Encodes, for each head, a vector whose channels all equal ``value``, a number or a 0-dimensional tensor."""
     vector = torch.empty(cache.packed_layout.head_dim, dtype=cache.dtype, device=cache.device).fill_(plain(value))
     return encoded(cache, vector.expand(*head.shape, -1), head)
 

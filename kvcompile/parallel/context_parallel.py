@@ -43,7 +43,7 @@ class Member(NamedTuple):
 
 
 def member_of(ranks: Any, option: str) -> Member | None:
-    """This process in ``ranks``, a DeviceMesh of one dimension or a process group; None for None.
+    """This process in ``ranks``, a DeviceMesh of one dimension or a process group; None if ``ranks`` is None.
 
     Raises:
         OptionsError: as for :func:`shard_of`; the message begins with ``option``.

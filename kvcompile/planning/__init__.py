@@ -1,6 +1,6 @@
 """The memory planner: the bytes of a KV cache, the users that fit, the time of a decode step. Nothing is run.
 
-The modules only do arithmetic. Each builds on the modules above it:
+The modules read the config and the policies, and otherwise only do arithmetic. Each builds on the modules above it:
 
     units             80GiB, 4.35TB/s, 32k
     families          facts about model types that their configs omit

@@ -36,7 +36,7 @@ class Architecture:
         qk_norm: the normalization of queries and keys has a weight for every channel of a ``head`` or of ``all`` heads.
         learned_positions: whether the model has a table of position embeddings.
         sinks: whether every head has a learned attention sink.
-        tied: whether the output head is the embedding, for configs that do not say so.
+        tied: whether the output head is the embedding, for configs without ``tie_word_embeddings``.
         experts: the kind of mixture of experts, such as ``mixtral``, ``qwen`` or ``deepseek``; empty if there are no
             experts.
     """

@@ -18,7 +18,7 @@ from kvcompile.planning.stored_caches import PolicyCaches
 from kvcompile.planning.weights import Weights
 
 LINK = 450 * 10**9
-"""Bytes per second that a GPU sends and, at the same time, receives: NVLink of an H100 or H200, by NVIDIA."""
+"""Bytes per second that a GPU sends and, at the same time, receives: NVLink of an H100 or H200, according to NVIDIA."""
 
 LATENCY = Fraction(10, 10**6)
 """Seconds of a collective of few bytes within a node. An all-reduce of 64 KiB on two H100s took 8 us."""
@@ -88,8 +88,9 @@ class Ranks:
     def tokens(self, policy: PolicyCaches) -> PolicyCaches:
         """The caches of a policy with the tokens of the rank that has the most tokens.
 
-        Blocks of 64 tokens are assigned to ranks in turn, so this rank has the blocks of the context divided by the
-        ranks, rounded up. Caches that the backend does not divide are counted whole, with a note.
+        Blocks of 64 tokens are assigned to ranks in turn. This rank therefore has the number of blocks of the context
+        divided by the number of ranks, rounded up. Caches that the backend does not divide are counted whole, with a
+        note.
         """
         if self.context_parallel == 1:
             return policy

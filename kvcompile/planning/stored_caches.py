@@ -49,9 +49,10 @@ class StoredCache:
     def workspace(self) -> sympy.Expr:
         """Bytes that attention of this layer needs in addition to the cache, for one user, in ``CONTEXT``.
 
-        If a plain cache has fewer KV heads than query heads, models repeat its heads, of keys and values at the same
-        time. ``generate()`` of Transformers needs this memory twice: eager code reads a prompt, while the memory of a
-        recorded decode step stays reserved. Attention on packed caches repeats no heads.
+        If a plain cache has fewer KV heads than query heads, models repeat its heads. The repeated keys and the
+        repeated values are in memory at the same time. ``generate()`` of Transformers needs this memory twice: eager
+        code reads a prompt, while the memory of a recorded decode step stays reserved. Attention on packed caches
+        repeats no heads.
         """
         if self.key.format is not None or self.cache.num_heads <= self.cache.num_kv_heads:
             return sympy.Integer(0)

@@ -45,7 +45,7 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "mxfp4": WeightFormat(4 + Fraction(8, 32), "4 bits in linear layers, an 8-bit scale per group of 32"),
     "nvfp4": WeightFormat(4 + Fraction(8, 16), "4 bits in linear layers, an 8-bit scale per group of 16"),
 }
-"""The formats that ``--weights`` accepts. ``int4`` counts as AWQ and GPTQ checkpoints with groups of 128 do."""
+"""The formats that ``--weights`` accepts. ``int4`` has the size of AWQ and GPTQ checkpoints with groups of 128."""
 
 
 @dataclass(frozen=True)

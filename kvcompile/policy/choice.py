@@ -44,8 +44,9 @@ class _Elements(Strict):
             of a layer (``per_tensor``, for 8-bit floats with known ``scales``).
         group_size: channels of a group: 32, 64 or 128. With ``per_channel`` the only valid size is 64.
         scales: the source of the scales of ``per_tensor``: a file that ``python -m kvcompile calibrate`` wrote; a
-            checkpoint (a safetensors file, or a folder of them) with tensors ``k_scale`` and ``v_scale``; or a number,
-            the scale of all layers, 1 for plain 8-bit floats. In a policy file, paths are relative to its folder.
+            checkpoint (a safetensors file, or a folder of them) with tensors ``k_scale`` and ``v_scale``; or a number.
+            A number is the scale of all layers, 1 for plain 8-bit floats. In a policy file, paths are relative to its
+            folder.
         transforms: the file with the numbers of calibrated formats (``transform_*``, ``*_mean``), which ``python -m
             kvcompile calibrate`` wrote. In a policy file, the path is relative to its folder.
         rotation_seed: the seed of random signs before the Hadamard matrix of a rotated format, from 1 to 999999999.
@@ -139,7 +140,7 @@ class _Elements(Strict):
 
 
 def _absolute(path: str, info: ValidationInfo) -> str:
-    """A path of a policy, which is relative to the folder of its file."""
+    """A path in a policy as an absolute path. In a policy file, paths are relative to its folder."""
     return str(Path((info.context or {}).get("folder", ".")).absolute() / expanded(Path(path)))
 
 
@@ -188,9 +189,15 @@ class Choice(_Elements):
         if self.dtype == presets.AUTO and len(missing) < 2:
             raise PolicyError("dtype: auto leaves the whole cache unpacked; drop it, or drop key and value")
         if self._is_auto:
+            if self.transforms is not None:
+                raise PolicyError("dtype: auto leaves the whole cache unpacked; drop transforms")
             return self
-        (self.key or self).format_of_all_layers("key")
+        key = (self.key or self).format_of_all_layers("key")
         value = (self.value or self).format_of_all_layers("value")
+        if self.transforms is not None and not (key.is_calibrated or value.is_calibrated):
+            raise PolicyError(
+                f"neither {key.name} nor {value.name} uses transforms; drop transforms, or give a calibrated format"
+            )
         if value.granularity == "channel":
             raise PolicyError(
                 f"values cannot have scales per channel ({value.name}), only keys can; give values scales per token, "

@@ -32,7 +32,8 @@ SECONDS = 0.5
 _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 _NOT_LATIN = re.compile(r"(\\\\)|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|[^\x00-\xff]")
-"""Characters beyond Latin-1. ``re`` takes milliseconds for each range up to one, and there may be thousands."""
+"""Characters beyond Latin-1. ``re`` takes milliseconds for each range of characters that ends at one of them, and a
+pattern may have thousands of these ranges."""
 
 _WRONG = (re.error, regex.error, RecursionError, OverflowError)
 

@@ -207,8 +207,8 @@ class Policy(Strict):
         prefill: how attention of more than 16 queries reads the tokens that its own call writes: in full precision
             (``exact``), or in stored, quantized form (``packed``). Tokens of earlier calls are always read from the
             packed cache. With ``packed``, the results do not depend on how a prompt is divided into calls. Attention
-            stays packed in every case if ranks split the tokens, if a format is calibrated, and for the formats of
-            DeepSeek's latents.
+            reads new tokens in stored form in every case if ranks split the tokens, if a format is calibrated, and for
+            the formats of DeepSeek's latents.
         on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
             and ``ignore`` the site compiles as under plain Inductor.
         key_outliers: the reaction to outlier channels of keys, which leave few bits for the other channels: nothing
@@ -416,7 +416,10 @@ class Policy(Strict):
 
 
 def _unknown_number(layers: LayerSet, sites: Sequence[Site]) -> str | None:
-    """The number that decides whether ``layers`` contain a site, if the number of layers is unknown; None if none."""
+    """The missing number that decides whether ``layers`` contain a site of a model with an unknown number of layers.
+
+    None if no number is missing.
+    """
     if any(site.layer is None for site in sites):
         return "its layer"
     return "the number of layers" if layers.counts_from_the_end else None

@@ -106,7 +106,7 @@ def resolve(name: str) -> FormatPair | None:
 
 
 def exact_tokens(name: str | None) -> tuple[int, int]:
-    """The numbers of recent and of first tokens that a preset keeps in full precision; none for other names."""
+    """The numbers of recent and of first tokens that a preset keeps in full precision; zeros for other names."""
     pair = (PRESETS | CALIBRATED_PRESETS).get(name or "")
     return (pair.residual_length, pair.sink_tokens) if pair is not None else (0, 0)
 

@@ -34,7 +34,7 @@ NO_ATTENTION = "kvquant has found no attention in a compiled graph yet"
 
 
 def outcome(site: Site) -> Outcome:
-    """The outcome: ``rewritten``; ``skipped`` if the policy says so or there is no cache; otherwise ``refused``."""
+    """``rewritten``; ``skipped`` if the policy says ``auto`` or there is no cache; otherwise ``refused``."""
     if site.rewritten:
         return "rewritten"
     return "skipped" if site.reason_code in NOT_REFUSED else "refused"

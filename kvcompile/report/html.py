@@ -101,7 +101,7 @@ def _summary(report: ReportData) -> Markup:
         "refused": totals.refused_layers,
         "skipped": totals.skipped_layers,
     }
-    shares = [(kind.replace(" ", "-"), count) for kind, count in counts.items()]
+    shares: list[tuple[str, int]] = list(counts.items())
     legend = [element("li", _badge(kind), f" {count}") for kind, count in counts.items()]
     title = f"{plural(totals.layers, 'attention layer')} in {plural(totals.graphs, 'graph')}"
     cards = [_card(title, _bar(shares, totals.layers), element("ul", *legend, class_="inline"))]

@@ -16,7 +16,7 @@ _SWEEPS = 8
 
 @dataclass
 class Cell:
-    """The place of a box, or of an edge that passes a rank: the left upper corner and the size."""
+    """The place of a box, or of an edge that passes a rank: the upper left corner and the size."""
 
     box: int | None
     width: float

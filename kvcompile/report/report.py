@@ -142,7 +142,7 @@ def _count(graph: GraphReport) -> None:
     count["sites"] += len(graph.sites)
     for site in graph.sites:
         kind = outcome(site)
-        count[kind.replace(" ", "_")] += 1
+        count[kind] += 1
         if kind == "refused":
             count[f"refused_{site.reason_code}"] += 1
 

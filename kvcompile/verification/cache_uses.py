@@ -9,7 +9,7 @@ from kvcompile.passes.packing import Packing
 
 @dataclass
 class CacheUses:
-    """The caches of a graph; positions count before stacks are split.
+    """The caches of a graph. Positions of inputs and outputs are counted as before the split of stacks.
 
     Attributes:
         inputs: the packed inputs, and the sites that read each input.

@@ -133,7 +133,7 @@ class InputDraws:
         return _with_strides(drawn, [self._sizes(size, symbols) for size in fake.stride()])
 
     def _bools(self, source: Node, shape: list[int], symbols: Symbols) -> Tensor:
-        """A mask: all True, a triangle, or random with a probability of a half (the first element is always True)."""
+        """A mask: all True, a triangle, or random with probability 1/2 (the first of each row is always True)."""
         kind = self.rng.choice(("all", "some", "some", "triangle"))
         mask = torch.ones(shape, dtype=torch.bool)
         if kind == "some":

@@ -25,7 +25,7 @@ def with_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Queries see all keys of full blocks, and the keys of partial blocks that ``mask_mod`` shows. The block mask is
     (q_len, kv_len, partial count, partial indices, full count, full indices, ..., q block size, kv block size,
-    ``mask_mod``); counts are int32 [batch or 1, num_heads or 1, q_blocks], and indices have a further dimension.
+    ``mask_mod``). Counts are int32 [batch or 1, num_heads or 1, q_blocks], and indices have a further dimension.
     """
     mask = args[_BLOCK_MASK]
     size_q, size_kv = mask[-3:-1]

@@ -78,7 +78,7 @@ class IndexCheck:
         return [size for size in sizes if size > 0]
 
     def check(self, args: Sequence[Any], symbols: Symbols, may_repeat: bool) -> None:
-        """Raise IndexingError for ``args``.
+        """Raise IndexingError unless the graph allows the integers in ``args``.
 
         Args:
             args: the inputs of the graph.
@@ -167,7 +167,7 @@ def _integral_nodes(graph: Graph) -> set[Node]:
 
 
 def _sources(graph: Graph) -> dict[Node, frozenset[Node]]:
-    """The integer inputs that each node depends on, through integers and booleans only or through its own operands."""
+    """The integer inputs that each node depends on through integers and booleans only. The node may hold floats."""
     sources: dict[Node, frozenset[Node]] = {}
     for node in graph.nodes:
         value = node.meta.get("val")

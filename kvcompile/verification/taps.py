@@ -1,9 +1,9 @@
 """The tap op ``kvcompile::tap``: it marks the result of an attention in the original and in the rewritten graph.
 
-A tap follows each marker before the passes run. To the passes, a tap is an unknown operator after the attention, which
-they keep. Both graphs therefore have the same taps. A run of the original records the result of each attention. A run
-of the rewritten graph compares its own result with the recorded result, and continues with the recorded result. A
-difference at a site is therefore caused by this site, and rounding does not add up over layers.
+A tap follows each marker before the passes run. The passes do not know the operator of a tap, so they keep the tap.
+Both graphs therefore have the same taps. A run of the original records the result of each attention. A run of the
+rewritten graph compares its own result with the recorded result, and continues with the recorded result. A difference
+at a site is therefore caused by this site, and rounding does not add up over layers.
 """
 
 from __future__ import annotations

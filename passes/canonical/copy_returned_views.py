@@ -44,7 +44,7 @@ def copy_returned_views(graph: Graph, own_outputs: Collection[int]) -> None:
 
 
 def _copy(node: Node, used_by_others: bool) -> Node:
-    """Insert a copy of ``node``, which takes its place in all operations if it is ``used_by_others``."""
+    """Insert a copy of ``node``. If ``used_by_others``, all operations use the copy in place of ``node``."""
     with node.graph.inserting_before(behind_placeholders(node)):
         copy = insert_call(node.graph, aten.clone.default, node)
     if used_by_others:

@@ -101,7 +101,7 @@ def states_to_divide(first: Node, width: int | None = None) -> list[Node]:
 
 
 def other_copy(states: Sequence[Node]) -> Node | None:
-    """The node that copies a value that is no state into the first of ``states``; None without such a node."""
+    """The node that copies a value that is not in ``states`` into the first of ``states``; None without such a node."""
     first = states[0]
     copies = (user for user in first.users if user.target is aten.copy_.default and user.args[0] is first)
     return next((copy for copy in copies if copy.args[1] not in states), None)
@@ -139,7 +139,7 @@ def _is_divisible(node: Node, states: Collection[Node], width: int | None) -> bo
 
 
 def _writes_range(node: Node) -> bool:
-    """Whether ``node`` writes some channels of a cache, of which it writes all tokens."""
+    """Whether ``node`` writes some channels of all tokens of a cache."""
     return node.target is aten.slice_scatter.default and _dim(node) == len(shape_of(node)) - 1
 
 

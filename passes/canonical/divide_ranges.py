@@ -155,7 +155,7 @@ def _number(index_map: IndexMap, width: int) -> int | None:
 
 
 def _slice_of(index_map: IndexMap, axis: int) -> Factor | None:
-    """The slice of an axis that its factors divide, the slowest first; None if they do not divide one."""
+    """The slice of an axis that its factors divide, the slowest factor first; None if they do not divide a slice."""
     first, *rest = index_map.factors(axis) or [Factor(axis, 1)]
     for factor in rest:
         if not statically_known_true(first.step == factor.size * factor.step):
@@ -183,7 +183,7 @@ def _read_by_index(graph: Graph, read: _Read, width: int) -> Node:
 
 
 def _viewed(x: Tensor, index_map: IndexMap, first_channel: int, shape: torch.Size) -> Tensor:
-    """The view of ``x``, the channels from ``first_channel`` on of its base, that ``index_map`` describes."""
+    """The view that ``index_map`` describes, of ``x``: the channels of the base from ``first_channel`` on."""
     factors: list[tuple[int, int]] = []
     for axis in range(x.dim()):
         start = index_map.starts[axis] - (first_channel if axis == x.dim() - 1 else 0)

@@ -31,7 +31,7 @@ def share_memory(one: Node, other: Node) -> bool:
 
 
 def viewed_by(node: Node) -> Node:
-    """The tensor that ``node`` is a view of, which no view makes; ``node`` itself if it is not a view."""
+    """The tensor that ``node`` views, directly or through other views; ``node`` itself if it is not a view."""
     return _views_to(node)[0]
 
 

@@ -117,14 +117,21 @@ def arguments(node: Node) -> list[Any]:
 
 
 def _from_first(node: Node, dims: Any) -> Any:
-    """Dimensions of the result or the operand, whichever has more: ``unsqueeze`` adds one, ``select`` removes one."""
+    """``dims``, counted from the first dimension.
+
+    They are dimensions of the result or of the operand, whichever has more: ``unsqueeze`` adds a dimension, and
+    ``select`` removes one.
+    """
     values = [operand.meta["val"] for operand in (node, *node.all_input_nodes[:1])]
     rank = max(1, *(value.dim() for value in values if isinstance(value, torch.Tensor)))
     return [dim % rank for dim in dims] if isinstance(dims, (list, tuple)) else dims % rank
 
 
 def shape_of(node: Node) -> torch.Size:
-    """The sizes of a tensor, with a number for every symbol that guards have made constant. Any trace takes numbers."""
+    """The sizes of a tensor, with a number for every symbol that guards have made constant.
+
+    Code can be traced with numbers even if the trace has no symbols.
+    """
     return torch.Size(known_size(size) for size in node.meta["val"].shape)
 
 

@@ -54,7 +54,7 @@ def innermost_place(node: Node) -> Place | None:
 
 
 def place_outside_of_torch(node: Node) -> Place | None:
-    """The innermost line that leads to ``node`` and does not stand in PyTorch's own files; None without such a line."""
+    """The innermost line that leads to ``node`` and is not in PyTorch's own files; None without such a line."""
     frames = [frame for frame in _frames(node) if not frame["file"].startswith(_TORCH)]
     return Place(frames[-1]["file"], int(frames[-1]["line"]), frames[-1]["code"] or "") if frames else None
 
@@ -90,7 +90,7 @@ def breaks_since(count: int) -> list[Place]:
 
 
 def function_of(graph: Graph) -> tuple[str, str] | None:
-    """The file and the name of the function that ``graph`` is compiled for; None if no node knows its place."""
+    """The file and the name of the function that ``graph`` is compiled for; None if no node has a stack trace."""
     outermost = next((frame for node in graph.nodes for frame in _frames(node)), None)
     return (outermost["file"], outermost["function"]) if outermost is not None else None
 

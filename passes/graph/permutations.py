@@ -34,7 +34,7 @@ def repeats_sequence(node: Node, axes: str) -> bool:
 
 
 def axes_before(node: Node, axes: str) -> str:
-    """The order of the operand of ``node``, which has the order ``axes``; the same unless ``node`` permutes it."""
+    """The order of the operand of ``node`` if ``node`` has the order ``axes``; the same unless ``node`` permutes it."""
     order = _permutation(node)
     return "".join(axes[order.index(dim)] for dim in range(len(order))) or axes
 

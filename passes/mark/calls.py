@@ -332,8 +332,8 @@ def _is_of_torch(target: Any) -> bool:
 def may_overlap(first: Node, second: Node) -> bool:
     """Whether the tensors of two nodes may share memory: whether their extents in the same storage meet.
 
-    The fake value of a view of a wrapper subclass may have another storage than its base. They may overlap if they
-    are views of the same node.
+    The fake value of a view of a wrapper subclass may have another storage than its base. Views of wrapper subclasses
+    may overlap if they are views of the same node.
     """
     roots = (_base_of(first), _base_of(second))
     if any(is_traceable_wrapper_subclass(value_of(root)) for root in roots):

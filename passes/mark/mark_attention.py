@@ -3,8 +3,8 @@
 Attention is a call of ``F.scaled_dot_product_attention`` or ``flex_attention``
 (:mod:`kvcompile.passes.mark.read_flex`), or it is written out in matrix products and a softmax
 (:mod:`kvcompile.passes.mark.match`). Attention that cannot be computed on packed caches gets a marker with the reason.
-:mod:`kvcompile.passes.marker` defines markers. Attention under ``torch.vmap`` gets none: a marker has no rule for the
-dimension that ``vmap`` hides.
+:mod:`kvcompile.passes.marker` defines markers. Attention under ``torch.vmap`` gets no marker, because a marker has no
+rule for the dimension that ``vmap`` hides.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ contracts the axis of the softmax is attention. The spelling, order and shape of
 
 The graph is not functional: ``scores += mask`` changes a tensor to which several nodes may refer. The change gives all
 of them a new value. Packed attention is computed where the model's attention ends. The tensors that it takes from
-outside must therefore not change between the place where the model reads them and that end.
+outside must therefore not change between the place where the model reads them and the end of the attention.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class _Matcher:
         return WrittenAttention(contraction.node, (), product, 1, query, key, value, None, weights.reason)
 
     def _scale_by_sinks(self, call: Call) -> None:
-        """Let attention that has been found end in ``call``, if this multiplies its output with the scale of sinks."""
+        """Let attention that has been found end in ``call`` if ``call`` multiplies its output by the scale of sinks."""
         operands = call.get("input"), call.get("other")
         for output, factor in (operands, operands[::-1]):
             scale = self.values.get(factor)
@@ -267,7 +267,7 @@ def _is_one(size: object) -> bool:
 
 
 def _scores_of(call: Call, contraction: Contraction, context: Context) -> Scores | None:
-    """The scores that a product of floats makes; None if it makes none. ``baddbmm`` scales them and adds a bias.
+    """The scores that a product of floats makes; None if it makes no scores. ``baddbmm`` scales them and adds a bias.
 
     A product without a batch axis is a product of activations and a weight, and makes no scores.
     """

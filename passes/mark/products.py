@@ -155,8 +155,8 @@ def read_product(contraction: Contraction) -> Product:
     """Name the axes of a product.
 
     A single batch dimension is divided into batch and heads if a view nearby tells the number of heads. Attention is
-    the same computation for every batch and head. A division that is not the model's can therefore only fail to fit the
-    views of the cache, which refuses the site.
+    the same computation for every batch and head. A division that differs from the model's can therefore only fail to
+    fit the views of the cache. The site is then refused.
     """
     axes: dict[str, tuple[Axis, ...]] = {contraction.contracted: axes_of(_axis(contraction, CONTRACTED))}
     batch = tuple(f"n{index}" for index in range(len(contraction.batch)))

@@ -94,7 +94,7 @@ class AllScores:
         if self._varies.isdisjoint(operands):
             return self._copied(node, self.of)
         if call.name in _FILLED and _rank(node) == 0:
-            return self._copied(node, self.of)  # without dimensions or with an index's: the same number everywhere
+            return self._copied(node, self.of)  # the same number in every element, for any shape
         self._varies.add(node)
         if call.name == "getitem":
             return self._indexed(node)

@@ -229,13 +229,13 @@ def _fill(call: Call, scores: Scores, context: Context, mask: Any, where: bool, 
 
 
 def check_masks(scores: Scores) -> None:
-    """Raise NotUnderstood if a mask that is added to the scores would not have the effect of their constants.
+    """Raise NotUnderstood if a mask that is added to the scores would not have the effect of the model's constants.
 
     A constant of -inf makes a bool mask. A finite constant, such as the lowest number of the dtype, has another effect
     in rows without a visible key: all their scores are equal, and the row is the mean of all values. This constant
     becomes an addend that absorbs every score. The weights of these rows stay equal. The weights of masked keys in
     other rows stay exactly 0 if the constant is far below every visible score. Constants up to ``NEVER_SEEN`` are
-    assumed to be.
+    assumed to be far below.
 
     If several steps mask, the weights of rows without a visible key depend on the larger constant. An absorbing
     constant is written unchanged. Any other constant has to be written as a lower number. It is refused if

@@ -88,8 +88,8 @@ class Scores:
         factors: factors of the products that are the same for all keys.
         cap: factor of the tanh; 0 if there is no tanh.
         bias: the additions and fills, in this order. A multiplication applies to the bias before it.
-        sink: logits that were concatenated to the scores.
-        sink_axis: the axis along which they were concatenated; "" without sinks.
+        sink: the logits of the sinks; None without sinks.
+        sink_axis: the axis along which the logits were concatenated to the scores; "" if they were not concatenated.
         sink_first: whether the sinks come before the first key, not after the last.
         shifted: the axis along which one number was subtracted from each row of scores; "" if it was subtracted from
             all scores, None if nothing was subtracted.
@@ -242,7 +242,7 @@ class WrittenAttention:
     """Attention that is written out in matrix products and a softmax.
 
     Attributes:
-        output: the product of weights and values.
+        output: the product of weights and values, or this product times the scale of the sinks.
         output_layout: layout of ``output``, with ``e`` for the channels. Empty if the attention is not understood.
         product: the product of queries and keys.
         key_side: the operand of that product that holds the keys, 0 or 1.
@@ -267,7 +267,8 @@ class WrittenAttention:
         """The axes of batch, heads, query rows and keys.
 
         The first axis that both operands have is the batch, unless it is the only axis beside rows and keys. The last
-        axis that only the query has is the rows. Its other axes are query heads that share a KV head.
+        axis that only the query has is the rows. The other axes that only the query has are query heads that share a KV
+        head.
         """
         batch, own = self.product.batch, self.product.free[1 - self.key_side]
         shared, rows, keys = own[:-1], own[-1:], self.product.free[self.key_side][-1:]

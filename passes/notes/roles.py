@@ -37,7 +37,7 @@ class NodeRole:
 
 
 def role_of(node: Node) -> NodeRole | None:
-    """The role that was noted for ``node``; None if no role was."""
+    """The role that was noted for ``node``; None if it has no role."""
     role: NodeRole | None = node.meta.get(_KEY)
     return role
 

@@ -34,7 +34,7 @@ def keeps_values(node: Node) -> bool:
 def is_new_rows(node: Node) -> bool:
     """Whether a returned ``cat`` only assembles new rows, as rotary embeddings do, and extends no cache.
 
-    One step may extend a cache more than once.
+    One step may extend a cache more than once, so the first operand of every ``cat`` is followed.
     """
     if node.target is not aten.cat.default:
         return False
@@ -61,7 +61,7 @@ def is_written_before(repetition: Node) -> bool:
 def change_after(root: Node, base: Node) -> Node | None:
     """The first write after ``root``, if a later state of it is written back to ``base`` or returned.
 
-    If none is, the result is the value that the graph computes from ``root`` and copies into ``base``.
+    If no later state is, the result is the value that the graph computes from ``root`` and copies into ``base``.
     """
     copied = [user.args[1] for user in base.users if user.target is aten.copy_.default and user.args[0] is base]
     returned = [node for node in root.graph.output_node().args[0] if isinstance(node, Node)]

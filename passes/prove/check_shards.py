@@ -65,8 +65,4 @@ def _why_not(cache: Cache, layout: PackedLayout) -> str | None:
         return "keys or values are computed from it"
     if cache.drops_tokens or any(change.moves or change.form == "cat" for change in cache.changes):
         return "its tokens move"
-    if layout.residual is not None:
-        return f"{layout.description} keeps tokens in full precision"
-    if layout.format.is_calibrated:
-        return f"{layout.description} is calibrated"
-    return None
+    return layout.why_not_split

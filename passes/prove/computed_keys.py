@@ -71,11 +71,11 @@ def read_computed_keys(marker: Node, value: Read, is_cache: Callable[[Node], boo
 
 
 def read_like(root: Node, value: Read) -> Read | None:
-    """A read of all tokens of ``root``, a cache of keys, in the order of dimensions of its values; None if none fits.
+    """A read of all tokens of ``root``, a cache of keys; None if no order of its dimensions fits the values.
 
-    Several orders may fit the writes of a cache. Keys and values of a layer have the same order. Comparing symbolic
-    sizes here guards on the answer, as intended: key and value caches with different symbols for their lengths grow
-    together.
+    Several orders may fit the writes of a cache. The order of the values is tried first, and any other order must also
+    fit the writes. Comparing symbolic sizes here guards on the answer, as intended: key and value caches with different
+    symbols for their lengths grow together.
     """
     shape, sizes = shape_of(root), shape_of(value.root)
     if len(shape) != 4 or len(value.axes) != 4:

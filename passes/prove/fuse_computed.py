@@ -51,7 +51,7 @@ def layouts_of_operands(attention: Attention, layouts: dict[str, PackedLayout]) 
 
 
 def why_no_kernel(attention: Attention, layouts: dict[str, PackedLayout]) -> str | None:
-    """The reason why no kernel computes an attention on a GPU; None if one does, and on other devices."""
+    """The reason why no kernel computes an attention on a GPU; None if a kernel does, and on other devices."""
     marker = Marker.of(attention.marker)
     if marker.query.meta["val"].device.type != "cuda":
         return None

@@ -101,7 +101,7 @@ def partners_of(depends: Tensor) -> tuple[int, ...] | None:
 def can_apply_rope(query: Node, layout: PackedLayout) -> bool:
     """Whether attention of few queries can apply RoPE to packed keys in ``layout``.
 
-    A kernel has to undo the rotation of a rotated format first. Kernels on a GPU do so on tensor cores, for up to
+    A kernel has to undo the rotation of a rotated format first. Kernels on a GPU undo it on tensor cores, for up to
     ROTATED_CHANNELS channels. No kernel undoes the basis of a calibrated format.
 
     Args:

@@ -56,7 +56,8 @@ class LinearKeys:
         root: the cached keys.
         key: the keys of attention.
         coefficients: the nodes by which keys are multiplied or divided.
-        scaled: for each coefficient, the dims of the keys that it scales; empty where its size is 1.
+        scaled: for each coefficient, the dims of the keys that it scales. They are empty where its size is 1, and where
+            it repeats its values for all sequences or heads.
         forms: the form of ``root`` and of each node between it and ``key``, in the order of the graph.
         computes: computes the value of each of these nodes, except ``root``, from the values of other nodes.
     """

@@ -133,7 +133,10 @@ def _varying(mask: Node) -> Tensor:
 
 
 Reads = Callable[[Node], "IndexMap | None"]
-"""Maps a node that reads the vectors that a write replaces to their place in its value; None for other nodes."""
+"""Takes a node that reads the vectors that a write replaces; returns their place in the value of the write.
+
+None for other nodes.
+"""
 
 
 def kept_vectors(value: Node, reads: Reads, base: Node) -> Masked | None:

@@ -33,8 +33,8 @@ _CODES = frozenset((torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e
 def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node | None = None) -> Refusal:
     """The reason why ``root``, the origin of an operand of attention, is not a cache.
 
-    No matcher has read the nodes that this function reads: it follows the values of ``root`` back to integer codes, to
-    a move between devices and to caches, and it looks for copies of ``root`` into an input.
+    No matcher has read the nodes that this function reads. The function follows the values of ``root`` back to
+    quantized codes, to a move between devices and to caches, and it looks for copies of ``root`` into an input.
 
     Args:
         root: the origin of the operand.

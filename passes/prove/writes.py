@@ -202,7 +202,7 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
 
         return _write(node, base, "index_put", axes, shared, value, index, role=role, reads=reads)
 
-    # Two indices give the first dimensions of the value, unless they index neighbours behind another dimension.
+    # Two indexed dimensions come first in the value, unless they are neighbours behind another dimension.
     if [*others] == ["b"] and axes[0] != "h" and _is_arange(others["b"], batch):
         vector = [size_along(shape_of(base), axes, axis) for axis in "hd"]
 

@@ -1,4 +1,4 @@
-"""Index pools that stay plain by PyTorch's own operators again."""
+"""Use PyTorch's own operators again to index the pools that stay plain."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from kvcompile.passes.prove.key_factors import KeyRope
 def insert_factors(graph: Graph, rope: KeyRope, num_tokens: Any, query: Node) -> Node:
     """The factors of all tokens, [2, num_tokens, head_dim] in the dtype of ``query``, at the insertion point.
 
-    Layers with the same RoPE compute them once, because equal nodes are shared afterwards. The factors have the dtype
-    in which the model applies RoPE, so that no range is lost: a factor may be large, as in xPos.
+    Layers with the same RoPE compute them once, because equal nodes are shared afterwards. The model's keys after RoPE
+    have the dtype of ``query``, too, so that no range is lost: a factor may be large, as in xPos.
     """
     value = query.meta["val"]
     dtype, device = value.dtype, value.device

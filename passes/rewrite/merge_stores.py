@@ -1,6 +1,6 @@
 """Merge the store of keys and the store of values of a layer into one operation, if both write the same positions.
 
-A decode step writes one token for each layer, so that the cost of a store is its launch.
+A decode step writes one token for each layer, so the cost of a store is its launch.
 """
 
 from __future__ import annotations

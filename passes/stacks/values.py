@@ -128,7 +128,7 @@ def selected(at: Node, node: Node, dims: tuple[int, ...], part: PartIndex, rank:
 
 
 def _one_of(at: Node, value: Value, dim: int, index: int) -> Value:
-    """``select`` of a value. If it was stacked along ``dim``, the tensor that was stacked at ``index``."""
+    """``select`` of a value. If the value was stacked along ``dim``, it is the tensor at ``index`` of the stack."""
     pieces = _stacked(value, dim) if isinstance(value, Node) else None
     return Made(at, aten.select.int, (value, dim, index)) if pieces is None else pieces[index]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import kvcompile
 from kvcompile import options
 from kvcompile.kernels.layout.context_shard import ContextShard
+from kvcompile.kernels.layout.packed_layout import PackedLayout
 
 BYTES_PER_TOKEN = {"float32": 4 * program.WIDTH, "int4_per_token_head": program.WIDTH // 2 + 4}
 
@@ -130,3 +131,19 @@ def test_ranks_without_a_process_group_are_refused() -> None:
         kvcompile.OptionsError, match="no process group is initialised; start the program with torchrun"
     ):
         kvcompile.kvquant(context_parallel=object())
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (
+            "int4_per_channel[recent=1,sinks=1,float32]",
+            r"int4_per_channel \(64 recent, 64 first\) keeps tokens in full",
+        ),
+        ("turboquant_3bit_mean", "turboquant_3bit_mean is calibrated"),
+    ],
+)
+def test_ranks_do_not_split_a_cache_that_no_graph_would_read(layout: str, reason: str) -> None:
+    shard = ContextShard(0, 2, "a group")
+    with pytest.raises(ValueError, match=f"ranks cannot split this cache: {reason}"):
+        kvcompile.PackedShard.zeros((1, 2, 128, 64), torch.float32, PackedLayout.parse(layout, "key", 64), shard)

@@ -1,4 +1,4 @@
-"""A rank that fails or decides otherwise gives every rank an error that names it, and no rank waits for ever."""
+"""A rank that fails or decides differently gives every rank an error that names that rank; no rank waits forever."""
 
 from __future__ import annotations
 

@@ -29,7 +29,10 @@ FIRES_FROM = {
     "int4_per_token_head": 64,
     "int8_per_token_head": 64,
 }
-"""Maps formats to the smallest tested factor of one RoPE pair at which the guard fires; other channels are alike."""
+"""Maps each format to the smallest tested factor at which the guard fires.
+
+The factor scales one RoPE pair of channels; all other channels have similar magnitudes.
+"""
 NEVER = ("fp8_e4m3", "turboquant_k8v4")
 
 

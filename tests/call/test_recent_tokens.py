@@ -1,4 +1,4 @@
-"""Values behind the written tokens of a plain cache do not change which tokens are kept in full precision."""
+"""Values after the written tokens of a plain cache do not change which tokens are kept in full precision."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def of_two_lengths(q: Tensor, new: Tensor, caches: list[Tensor], at: Tensor) -> 
 
 
 def outputs(step: Step, policy: str, behind: float) -> Tensor:
-    """Eager code fills 100 tokens of caches that hold large values ``behind`` them; the next steps are compiled."""
+    """Eager code fills 100 tokens of caches; all later tokens are noise times ``behind``. Then steps are compiled."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, 2, HEADS, ROOM, HEAD_DIM, generator=torch.Generator().manual_seed(1))
     kv = noise * behind

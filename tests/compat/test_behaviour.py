@@ -1,4 +1,4 @@
-"""PyTorch uses the names in ``kvcompile/compat`` as expected; a rename of these names would raise nothing."""
+"""PyTorch uses the names in ``kvcompile/compat`` as expected. If PyTorch renamed them, nothing would raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of other packages are used in one room, ``kvcompile/compat``, and nowhere else."""
+"""Private names of other packages are used in one folder, ``kvcompile/compat``, and nowhere else."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-@functools.cache  # not when the tests are collected, which every worker does
+@functools.cache  # computed by the first test, not during the collection of tests, which every worker repeats
 def own_names() -> set[str]:
     """The names of this package, names that PyTorch reads in it, and documented names of Python."""
     own = {name for path in FILES if path.parent != ROOM for name in defined_in(tree_of(path))}

@@ -14,7 +14,8 @@ from kvcompile.compat import guards
 def graphs_for_packed_caches() -> Iterator[None]:
     """The code for plain caches is not used for packed caches, so that the passes meet both kinds of inputs.
 
-    Without ``monkeypatch``, which a test may use: its changes must end before the changes of the other fixtures.
+    The fixture does not use ``monkeypatch``, which a test may use: the changes of ``monkeypatch`` must end before the
+    changes of the other fixtures.
     """
     with mock.patch.object(guards, "CAN_WIDEN_GUARDS", False):
         yield

@@ -1,4 +1,4 @@
-"""Writes that a mask leaves out, as for finished sequences of a batch: packed caches keep the bytes of these tokens.
+"""A mask excludes some writes, as for finished sequences of a batch: packed caches keep the bytes of these tokens.
 
 Compiled steps equal plain code in a lossless format. In other formats, the bytes equal the bytes that the
 specification's ``write_tokens`` writes with ``valid``. Graphs run node by node.
@@ -207,7 +207,7 @@ def test_rows_that_are_not_active_are_not_written(write: Write) -> None:
 )
 @pytest.mark.parametrize("n", [1, 20])
 def test_the_bytes_of_rows_that_are_not_active_stay(write: Write, policy: str, n: int) -> None:
-    """Also in a residual, whose exact blocks are written for active rows only."""
+    """A residual is compared, too: its exact blocks are written for active rows only."""
     run = compiled(step_of(write), policy)
     roles = "key", "value"
     caches = [packed(torch.randn(BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM), role, policy) for role in roles]

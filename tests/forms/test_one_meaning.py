@@ -31,7 +31,7 @@ ON_CPU = [
     ("bf16", "int4_per_token_head", "static"),
 ]
 """The cases that run on a CPU, node by node: each preset but int8, which the last test has, and each dtype. The passes
-treat both kinds of cache alike. Generated code is compared in the last test, in test_attention_forms.py and in
+treat static and dynamic caches alike. Generated code is compared in the last test, in test_attention_forms.py and in
 test_output_code.py."""
 
 

@@ -86,7 +86,7 @@ def test_a_cache_that_is_written_from_a_position_in_a_tensor_is_packed(write: Wr
         assert isinstance(cache, PackedTensor)
         assert torch.equal(cache.dequantize(), other)
     assert [site.reason for site in kvcompile.last_report().sites] == [None]
-    with pytest.raises((IndexError, RuntimeError)):  # behind the last token
+    with pytest.raises((IndexError, RuntimeError)):  # past the last token
         run(q, k, v, *caches, torch.arange(MAX_LEN - 1, MAX_LEN + 2))
     assert torch.equal(caches[0].dequantize(), expected[0])
 

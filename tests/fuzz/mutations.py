@@ -23,7 +23,8 @@ SURVIVORS: dict[str, str] = {
     "tokens as it appends; other orders of both are rewritten rightly, too",
     "the parts of a stack are counted from the last": "no part is both written and read then, so the sites are refused",
 }
-"""The faults that no program shows, by title, and the reason: another check finds them, or the check is too strict."""
+"""The faults that no program shows, by title, with the reason: another check finds them, or the dropped check is too
+strict."""
 
 
 @dataclass(frozen=True)

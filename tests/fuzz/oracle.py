@@ -44,7 +44,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 5e-3}
 
 @dataclass
 class New:
-    """Makes the tensors of a program; two of them with the same seed make the same tensors.
+    """Makes the tensors of a program; two objects with the same seed make the same tensors.
 
     Attributes:
         policy: the format of :meth:`cache`; None for plain caches.

@@ -350,7 +350,7 @@ def a_view_of_a_packed_cache_is_passed_beside_it(compile: Any, new: Any) -> Iter
 def a_growing_cache_is_also_overwritten(compile: Any, new: Any) -> Iterator[Any]:
     def step(c: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = torch.cat([c["k"], k], 2), torch.cat([c["v"], v], 2)
-        values.select(2, 0).copy_(v[:, :, 0])  # another vector in each step: the cache of before keeps its own
+        values.select(2, 0).copy_(v[:, :, 0])  # another vector in each step: the previous cache keeps its own
         out = sdpa(q, keys, values)
         c["k"], c["v"] = keys, values
         return out

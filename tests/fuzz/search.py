@@ -90,7 +90,7 @@ class Failure(AssertionError):
         super().__init__(f"{result.verdict}: {result.detail}\n\n{as_test(*earlier, program)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Failure, (self.program, self.result, self.earlier)  # processes pass it on
+        return Failure, (self.program, self.result, self.earlier)  # so that a process can send it to another
 
 
 def run(program: Program, step: dict[str, Any] | None = None, **how: Any) -> Outcome:

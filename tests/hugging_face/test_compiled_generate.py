@@ -152,7 +152,7 @@ def test_attentions_of_assisted_decoding_are_as_wide_as_in_transformers() -> Non
     in_turn(FORMATS, [{}, {"num_beams": 3}, {"do_sample": True}]),
 )
 def test_tokens_equal_the_tokens_of_a_packed_cache_that_is_passed(policy: str, arguments: dict[str, Any]) -> None:
-    """Both read prompts packed, as a model that is not prepared does."""
+    """Both models read prompts packed, as a model that is not prepared always does."""
     plain, model = attention_llama(num_layers=1), compiled_llama(reading_packed(policy))
     for num_tokens in (60, 30):  # the second request reuses the memory of the first
         arguments |= left_padded(num_tokens)

@@ -1,4 +1,4 @@
-"""Layers that are compiled one by one do not tell their place in the model: rules for layers need its whole cache."""
+"""Layers that are compiled one by one do not tell their place in the model. Rules for layers need the model's cache."""
 
 from __future__ import annotations
 

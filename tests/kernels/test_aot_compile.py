@@ -147,7 +147,7 @@ def test_on_hopper_codes_that_become_operands_in_registers_are_multiplied_by_sin
     [
         ("turboquant_3bit", 1, True),
         pytest.param("int4_unrotated", 1, False, marks=pytest.mark.slow),  # a query without a rotation has outliers
-        pytest.param(ROTATED_INT4, 2, False, marks=pytest.mark.slow),  # eight rows fill the columns
+        pytest.param(ROTATED_INT4, 2, False, marks=pytest.mark.slow),  # eight rows leave no spare column
         pytest.param(ROTATED_INT4, 1, True, marks=pytest.mark.slow),
         pytest.param("turboquant_4bit", 1, True, marks=pytest.mark.slow),
     ],
@@ -184,7 +184,7 @@ def test_tables_of_levels_stay_in_registers(key, value, attending):
     attend(key, value)
     (kernel,) = attending["attention"]
     copies = [line for line in main_loop(kernel) if re.match(r"(MOV|IMAD\S*) \w+, (RZ, RZ, )?UR\d+;", line)]
-    assert len(copies) < 10  # 49 to 173 of tables in uniform registers
+    assert len(copies) < 10  # tables in uniform registers take 49 to 173 copies
 
 
 @needs_levels_in_registers
@@ -307,7 +307,7 @@ FETCHED_AT_LAUNCH = 64 << 10
 )
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_the_code_that_attention_to_exact_blocks_runs_is_fetched_at_launch(format_name, attending):
-    """Code for keys and values that hold different exact blocks is a function behind the kernel."""
+    """Code for keys and values that hold different exact blocks is a function after the code of the kernel."""
     mask = torch.ones(1, 1, 1, 1000, dtype=torch.bool)
     attend(*(f"{format_name}[recent=3,sinks=1,bfloat16]",) * 2, mask=mask)
     (kernel,) = attending["attention"]

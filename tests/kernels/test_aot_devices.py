@@ -76,6 +76,6 @@ BOTH_EXACT = [
     ],
 )
 def test_every_format_compiles_beside_tokens_in_full_precision(name: str, call: str) -> None:
-    """A step decodes a block that only keys or only values hold exactly, and a store a block that it opens again."""
+    """A step decodes blocks that only keys or only values hold exactly. A store decodes a block that it opens again."""
     kernels = Case(90, call, (name + RESIDUAL, name + RESIDUAL, 128)).compile()
     assert max(kernel.shared for kernel in kernels) <= GPUS[90].multiprocessor.of_program

@@ -185,7 +185,7 @@ def test_scores_far_below_zero_get_the_weights_of_the_specification(mask_value, 
 
 @pytest.mark.parametrize("value", ["int8_per_token_head", "fp8_e4m3_unit", "bfloat16"])
 def test_splits_whose_scores_are_all_far_below_zero_are_merged_by_their_sums(value, device, monkeypatch):
-    """The last split has 5 tokens, the others have more. Beside -1e9, all log-sums round to the same number."""
+    """The last split has 5 tokens, the others have more. Near -1e9, all log-sums round to the same number."""
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
     case = Case(device, "int8_per_token_head", value, spread=0.01, kv_len=325)
     mask = torch.full((1, 1, 1, case.kv_len), -1e9)
@@ -199,7 +199,7 @@ def test_small_and_large_values_keep_their_precision(format_name, spread, device
 
 
 def test_many_faint_tokens_beside_one_strong_one_are_not_lost(device):
-    """The strong token has half of the weight, and each faint one less than fp16 could hold beside it."""
+    """The strong token has half of the weight. Each faint token has less than one step of fp16 at that weight."""
     case = Case(device, group_size=1, kv_len=2000, scale=1.0, spread=1e-2)
     mask = torch.zeros(case.kv_len).index_fill(0, torch.tensor([700]), torch.tensor(2000.0).log().item())
     case.check(mask.expand(1, 1, 1, -1))
@@ -236,7 +236,7 @@ def test_queries_and_data_may_have_any_strides(device):
 
 @pytest.mark.parametrize("value", [INT8, "turboquant_4bit", "int4_unrotated[recent=2,sinks=1,bfloat16]"])
 def test_keys_may_be_the_blocks_of_a_plain_tensor(value, device):
-    """In a plain tensor the blocks of one head are neighbours; in packed data the heads of one block are."""
+    """In a plain tensor the blocks of one head are neighbours; in packed data the heads of one block are neighbours."""
     case = Case(device, "bfloat16", value, batch=2, num_kv_heads=2, kv_len=192)
     layout = case.layouts[0]
     case.data[0] = float_blocks(layout, read_tokens(case.data[0], layout, case.kv_len).bfloat16())
@@ -478,21 +478,39 @@ def test_programs_and_tiles_ahead_follow_from_the_shared_memory_of_a_multiproces
 
 
 def test_exact_tokens_and_float32_queries_are_dequantized_on_blackwell():
-    """Triton 3.7 cannot compile their decode kernel."""
+    """Triton 3.7 cannot compile the decode kernel for exact tokens and float32 queries."""
     both = (packed_operand(INT8 + BOTH, role, 128, True, 10) for role in ("key", "value"))
     assert attention_config(10, HOPPER, *both, 4, False, True) is None
 
 
-def test_splits_fill_one_wave_and_each_has_a_tile():
-    key, value = (packed_operand(INT8, role, 128, False, 0) for role in ("key", "value"))
-    config = attention_config(9, HOPPER, key, value, 4, False, False)
-    for programs in (1, 8, 64, 1000):
-        for kv_len in (1, 64, 1000, 32768, 131072):
+def test_every_split_has_a_tile():
+    config = AttentionConfig(8, 64, programs_per_sm=2)
+    for programs in (1, 8, 64, 150, 265, 1000):
+        for kv_len in (0, 1, 64, 1000, 32768, 131072):
             splits = num_splits(config, programs, kv_len, 132)
-            tiles = -(-kv_len // config.tokens)
+            tiles = max(1, -(-kv_len // config.tokens))
             assert 1 <= splits <= tiles
-            assert splits == 1 or splits * programs <= 132 * config.programs_per_sm
             assert -(-tiles // splits) * (splits - 1) < tiles
+
+
+@pytest.mark.parametrize(
+    ("programs", "kv_len", "splits"),
+    [
+        pytest.param(1, 32768, 256, id="one program: 256 splits of two tiles run at once"),
+        pytest.param(64, 32768, 4, id="as many splits as run at once"),
+        pytest.param(132, 32768, 2, id="two splits fill the device"),
+        pytest.param(160, 32768, 3, id="1.8 rounds of a third instead of 0.6 rounds"),
+        pytest.param(264, 32768, 1, id="one full round"),
+        pytest.param(320, 32768, 4, id="4.8 rounds of a quarter instead of 1.2 rounds"),
+        pytest.param(528, 32768, 1, id="two full rounds"),
+        pytest.param(640, 32768, 2, id="4.8 rounds of a half instead of 2.4 rounds"),
+        pytest.param(264 * 20 + 1, 4096, 1, id="the last of 21 rounds is short"),
+        pytest.param(320, 64, 1, id="a single tile"),
+    ],
+)
+def test_splits_leave_little_of_the_device_idle(programs, kv_len, splits):
+    config = AttentionConfig(8, 64, programs_per_sm=2)
+    assert num_splits(config, programs, kv_len, 132) == splits
 
 
 @pytest.mark.gpu

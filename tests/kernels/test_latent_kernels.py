@@ -114,7 +114,7 @@ def test_masks_of_latents_agree_with_the_specification(mask, device):
 
 @BOTH_KERNELS
 def test_splits_of_latents_whose_scores_are_all_far_below_zero_are_merged_by_their_sums(device, monkeypatch):
-    """The last split has 5 tokens, the others have 64. Beside -1e9, all log-sums round to the same number."""
+    """The last split has 5 tokens, the others have 64. Near -1e9, all log-sums round to the same number."""
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
     case = Case(device, kv_len=325, scale=1e-4)
     case.check(torch.full((1, 1, 1, case.kv_len), -1e9))

@@ -88,7 +88,7 @@ def test_the_number_of_splits_does_not_matter(num_sms, is_causal, device, monkey
 
 
 def test_splits_whose_scores_are_all_far_below_zero_are_merged_by_their_sums(device, monkeypatch):
-    """The last split has 5 tokens, the others have 64. Beside -1e9, all log-sums round to the same number."""
+    """The last split has 5 tokens, the others have 64. Near -1e9, all log-sums round to the same number."""
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
     PrefillCase(device, INT8, INT8, q_len=3, kv_len=325, spread=0.01).check(torch.full((1, 1, 3, 325), -1e9))
 
@@ -112,7 +112,7 @@ def test_kv_heads_that_do_not_fit_the_scratch_at_once_come_one_after_the_other(d
 
 @pytest.fixture
 def by_cudnn(monkeypatch):
-    """The calls that PyTorch's attention serves in the place of cuDNN: sizes of their queries."""
+    """The shapes of the queries that PyTorch's attention gets in place of cuDNN."""
     served = []
 
     def attend(query, key, value, *, is_causal, scale):

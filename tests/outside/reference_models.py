@@ -56,7 +56,10 @@ def gpt_fast(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
 
 
 def gpt_fast_steps(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
-    """As its script compiles: the prompt, and each step with the choice of its token. The loop returns no logits."""
+    """Compile what gpt-fast's script compiles: the prompt, and each step with the choice of its token.
+
+    The loop returns no logits.
+    """
     loop = _module(folder, "generate")
     args = _module(folder, "model").ModelArgs(
         block_size=64, vocab_size=VOCAB, n_layer=2, n_head=4, n_local_heads=2, dim=64, intermediate_size=96

@@ -52,7 +52,7 @@ CHEAPER = {
     "aot_inductor.precompile_headers": False,
     **WITHOUT_VECTORS,
 }
-"""Settings of Inductor that compile sooner. The wrapper only calls kernels, and one package reads each header once."""
+"""Settings that make Inductor faster. The wrapper only calls kernels, and one package reads each header once."""
 
 
 @pytest.fixture(scope="module")

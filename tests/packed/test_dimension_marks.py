@@ -183,7 +183,7 @@ def test_a_mark_that_was_given_to_a_plain_cache_holds_when_it_is_packed() -> Non
 
 
 def test_mark_unbacked_is_refused_by_pytorch_as_docs_limits_says() -> None:
-    """If this fails, PyTorch has learnt it: then a marked cache must run, and docs/limits.md must not deny it."""
+    """If this fails, PyTorch implements ``mark_unbacked`` here. A marked cache must then run. Change docs/limits.md."""
     (cache, _) = KINDS[growing].pack(pair(2, 70))
     with pytest.raises(AssertionError, match="not implemented yet"):
         mark_unbacked(cache, 2)

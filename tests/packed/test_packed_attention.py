@@ -82,7 +82,8 @@ def of_values(x: Tensor) -> Tensor:
 
 def assert_equal_on_bytes(attend: Attend, q: Tensor, k: Tensor, v: Tensor, request: pytest.FixtureRequest) -> None:
     """``attend`` on packed caches dequantizes nothing, and equals ``attend`` on their values in float32."""
-    with torch.inference_mode(q.is_cuda or torch.is_inference_mode_enabled()):  # elsewhere a GPU may take its math
+    # Outside of inference mode, PyTorch may choose its math backend on a GPU.
+    with torch.inference_mode(q.is_cuda or torch.is_inference_mode_enabled()):
         with sdpa_kernel(SDPBackend.MATH):  # other backends do not take every mask
             expected = attend(q.float(), of_values(k).float(), of_values(v).float())
         request.getfixturevalue("only_bytes")
@@ -203,7 +204,7 @@ def test_values_may_have_another_head_dim(device, request):
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    with torch.inference_mode():  # elsewhere PyTorch takes its math, which dequantizes
+    with torch.inference_mode():  # otherwise PyTorch takes its math backend, which dequantizes
         assert_equal_on_bytes(attend, query(3, device), *caches(device, v_head_dim=128), request)
 
 
@@ -305,7 +306,7 @@ def test_gradients_equal_the_gradients_of_dequantized_values(wants: str, device:
 
 
 def test_keys_and_values_of_other_shapes_are_left_to_pytorch():
-    """PyTorch does not check them everywhere, so that no result can be compared."""
+    """PyTorch does not check such shapes everywhere, so there is no result to compare with."""
     q, (k, v) = query(), caches()
     assert attention.packed_caches(q, k, v) is not None
     for values in (v[:, :, :-1], v[:, :1], v[:1], repeat_kv(v, 2)):
@@ -342,7 +343,7 @@ def test_the_operator_of_a_backend_gives_the_output_and_no_auxiliary_results(bac
 @pytest.mark.parametrize("backend", ["flash_attention", "cudnn_attention"])
 def test_causal_attention_that_is_not_square_is_left_to_its_backend(backend):
     q, (k, v) = query(3), caches()
-    with pytest.raises((RuntimeError, NotImplementedError)):  # a CPU does not have it
+    with pytest.raises((RuntimeError, NotImplementedError)):  # a CPU does not have this backend
         BACKENDS[backend](q, k, v, True)
 
 

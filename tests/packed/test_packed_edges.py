@@ -110,7 +110,7 @@ def test_a_copy_between_views_that_overlap_reads_before_it_writes(layout, tokens
     assert torch.equal(cache.dequantize(), torch.cat([expected[:, :1], expected[:, :-1]], 1))
 
 
-@pytest.mark.sampled(3)  # every length with every number of tokens behind it, in one or two layouts
+@pytest.mark.sampled(3)  # every length with every number of tokens after it, in one or two layouts
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.spec)
 @pytest.mark.parametrize("behind", [1, 62, 64, 70])
 @every_length

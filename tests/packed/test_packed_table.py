@@ -1,4 +1,7 @@
-"""The page on packed caches names every operator with a handler. Their functions import nothing but Transformers."""
+"""The page on packed caches names every operator with a handler.
+
+Functions in ``kvcompile/packed`` and ``kvcompile/caches`` import nothing but Transformers.
+"""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(
     """The snippets define all names that they use, as in a new process.
 
     They run as a module with a file, because ``triton.jit`` reads the source and Dynamo the module. A page on several
-    ranks runs on one.
+    ranks runs on one rank.
     """
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)

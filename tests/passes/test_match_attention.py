@@ -83,7 +83,7 @@ def by_its_marker(form: Form, given: tuple[Any, ...]) -> Tensor:
 @pytest.mark.parametrize(("q_len", "kv_len"), [(3, S), (1, 1)], ids=["rows", "single"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_the_operands_of_a_marker_give_the_result_of_the_model(form: Form, q_len: int, kv_len: int) -> None:
-    """They do so even if dimensions have size 1, which could be any axis."""
+    """The result is the same even if dimensions have size 1, which could be any axis."""
     if kv_len != S and form.__name__ in ("heads_folded_into_the_batch", "baddbmm_on_an_empty_tensor"):
         pytest.skip("the number of keys is written into it")
     q, k, v = (x[:, :, :n] for x, n in zip(inputs()[:3], (q_len, kv_len, kv_len), strict=True))

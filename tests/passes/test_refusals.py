@@ -45,7 +45,7 @@ def assert_reasons_have_no_names_that_only_dynamo_and_fx_use() -> None:
 def test_an_unproven_site_is_refused_with_its_reason_and_compiles_to_plain_inductor(
     fn: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
-    generated = fn is cache_summed_up  # one is enough: the others run the graph that Inductor would get
+    generated = fn is cache_summed_up  # one case is enough: the others run the graph that Inductor would get
     if not generated:
         request.getfixturevalue("without_code_generation")
     args, expected_args = inputs(), inputs()

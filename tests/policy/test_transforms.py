@@ -112,6 +112,15 @@ def test_wrong_files_are_one_line_errors(path, tmp_path):
     assert "is damaged" in error(path)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [("auto", "leaves the whole cache unpacked"), ("int8_per_token_head", "neither .* nor .* uses transforms")],
+)
+def test_transforms_that_no_format_uses_are_an_error(path, dtype, message):
+    with pytest.raises(PolicyError, match=f"{message}.*; drop transforms"):
+        policy(path, dtype)
+
+
 def test_a_layer_without_transforms_is_an_error(path):
     with pytest.raises(PolicyError, match=r"lacks the keys of model\.layers\.7"):
         policy(path).formats_for("model.layers.7.self_attn", 7, 8)

@@ -31,7 +31,7 @@ def cache(role: str, format: str = "int8_per_token_head", source: str = "keys", 
 def rewritten(layer: int, source: str | None = None) -> Site:
     source = source or f"layers[{layer}]"
     caches = (cache("key", source=source), cache("value", "int4_per_token_head", source=source, after=68))
-    return Site(f"model.layers.{layer}.self_attn", layer, "sdpa causal, gqa 4", caches)
+    return Site(f"model.layers.{layer}.self_attn", layer, "sdpa, causal", caches)
 
 
 def refused(layer: int, reason: Reason = Reason.used_elsewhere) -> Site:
@@ -87,7 +87,7 @@ def test_the_log_has_a_line_a_site_and_the_reason_of_each_refusal(caplog: pytest
     with caplog.at_level(logging.DEBUG, "kvcompile"):
         record([rewritten(0), refused(1)])
     assert caplog.messages == [
-        "rewritten: model.layers.0.self_attn: sdpa causal, gqa 4: key static index_put -> int8_per_token_head, "
+        "rewritten: model.layers.0.self_attn: sdpa, causal: key static index_put -> int8_per_token_head, "
         "value static index_put -> int4_per_token_head",
         "refused: model.layers.1.cross_attn: sdpa: its key cache L['cache'].keys is also used by aten.sum",
     ]
@@ -306,12 +306,12 @@ def test_the_text_has_a_row_a_site_with_reasons_and_totals() -> None:
     assert text.splitlines() == [
         "graph 1: 2 attention layers",
         "",
-        "| module                    | cache          | attention      | formats (K / V)       |      bytes |",
-        "|---------------------------|----------------|----------------|-----------------------|------------|",
-        "| model.layers.0.self_attn  | static         | sdpa causal,   | int8_per_token_head / | 512 -> 200 |",
-        "|                           | index_put      | gqa 4          | int4_per_token_head   |            |",
-        "| model.layers.1.cross_attn |                | sdpa           | refused:              |            |",
-        "|                           |                |                | used_elsewhere        |            |",
+        "| module                    | cache            | attention    | formats (K / V)       |      bytes |",
+        "|---------------------------|------------------|--------------|-----------------------|------------|",
+        "| model.layers.0.self_attn  | static index_put | sdpa, causal | int8_per_token_head / | 512 -> 200 |",
+        "|                           |                  |              | int4_per_token_head   |            |",
+        "| model.layers.1.cross_attn |                  | sdpa         | refused:              |            |",
+        "|                           |                  |              | used_elsewhere        |            |",
         "",
         "refused: model.layers.1.cross_attn: its key cache L['cache'].keys is also used by aten.sum",
         "  to do: drop the other use, or move it out of the compiled function: eager code may read a packed",

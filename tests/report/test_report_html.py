@@ -56,12 +56,12 @@ def site(layer: int) -> Site:
         source = f"L['past_key_values'].layers[{layer}].keys"
         user = "aten.sum.dim_IntList(index_put_6, [3], True, dtype = torch.float32)"
         reason = Reason.used_elsewhere.value.format(role="key", source=source, user=user)
-        return Site(module, layer, "sdpa, bool mask, gqa 4", reason=reason, reason_code="used_elsewhere")
+        return Site(module, layer, "sdpa, bool mask", reason=reason, reason_code="used_elsewhere")
     if layer == NUM_LAYERS - 1:
         return Site(module, layer, "sdpa causal", reason=Reason.policy_auto.value, reason_code="policy_auto")
     keys = "turboquant_3.5bit_seed7" if layer > 1 else "int8_per_token_head"
     caches = (cache("key", layer, keys, 132), cache("value", layer, "int4_per_group_128", 68))
-    return Site(module, layer, "sdpa causal, gqa 4", caches)
+    return Site(module, layer, "sdpa, causal", caches)
 
 
 def graph() -> GraphReport:

@@ -104,7 +104,7 @@ class NoDriver:
 
 
 def stand_ins(stand_in, gpu, monkeypatch):
-    """Replace all kernels by ``stand_in(kernel)``, as if the machine had ``gpu``: their ``compiled``, by name."""
+    """Replace all kernels by ``stand_in(kernel)``, as if the machine had ``gpu``; returns each ``compiled`` by name."""
     described = GPUS[gpu]
     monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(gpu))
     # Triton's pattern of a line takes addresses of four digits only, and so ends the code after 64 KiB.

@@ -201,7 +201,7 @@ class Case(NamedTuple):
         return " ".join(map(str, (self.gpu, self.call, *self.arguments)))
 
     def compile(self) -> list[Resources]:
-        """Compile the kernels: what each takes, in no order."""
+        """Compile the kernels; returns the resources of each kernel, in no order."""
         programs = 1
 
         def recorded(*arguments: Any) -> Any:

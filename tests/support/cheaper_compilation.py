@@ -89,8 +89,8 @@ def _check_vector_instructions_only_to_use_them(config: Any, cpu_vec_isa: Any) -
 def _compile_kernels_together() -> None:
     """The C++ kernels of a graph become one program, which is compiled once all kernels are known.
 
-    A kernel takes a tenth of a second to compile. Its program takes four more, to read the headers and to be linked. A
-    release of PyTorch without these private names still compiles each kernel separately.
+    A kernel takes a tenth of a second to compile. Its program takes four more tenths, to read the headers and to be
+    linked. A release of PyTorch without these private names still compiles each kernel separately.
     """
     from torch._inductor import async_compile, codecache
 
@@ -236,8 +236,8 @@ def in_one_piece_of_stack(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, whose calls of further functions lie in one piece of memory.
 
     Python keeps frames in pieces of 16 KiB. A loop that calls a function at the end of a piece allocates and frees the
-    next one in each turn, and compilation is deep enough to meet many ends. The frame of ``call`` needs half of a large
-    piece, so that the other half is left for the frames above it.
+    next one in each turn. The stack of a compilation is deep enough to have many such ends. The frame of ``call`` needs
+    half of a large piece, so that the other half is left for the frames above it.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""One rank of tests/call/test_failing_ranks.py: a rank fails at each place, and all ranks note the error they get.
+"""One rank of tests/call/test_failing_ranks.py: in each case the last rank fails or differs; each rank notes its error.
 
 ``failing_rank_program.py CASES OUTPUT.pt`` runs the cases whose names stand in CASES, with commas. In the case
 ``model code`` the last rank ends with an error. Each rank writes its own results.

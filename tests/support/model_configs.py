@@ -178,7 +178,7 @@ def model_of(config: dict[str, Any], source_tokens: int | None = None, **changes
 
 
 def plan_of(config: dict[str, Any], *policies: str, **request: Any) -> Plan:
-    """A plan for a config, with the article's budget and contexts unless ``request`` has others."""
+    """A plan for a config, by default with a KV budget of 74 GiB and contexts of 2048 to 131072 tokens."""
     if "memory" not in request:
         request.setdefault("kv_budget", 74 * GIB)
     request.setdefault("contexts", (2048, 8192, 32768, 131072))

@@ -1,7 +1,7 @@
 """The processor time of each test: ``pytest tests --processor-times=FILE`` notes it, this program sums it up by file.
 
 Wall time says little where tests run beside each other and start programs. ``python processor_times.py FILE`` shows all
-rooms, and the files and the tests that take longest.
+folders, and the files and the tests that take longest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ elsewhere: dict[int, float] = {}
 
 
 def processor_seconds() -> float:
-    """Seconds of processor time that this process has taken, the programs that it has waited for, and others."""
+    """Processor seconds of this process, of the programs that it has waited for, and of processes in ``elsewhere``."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system + sum(elsewhere.values())
 

@@ -59,7 +59,7 @@ def call_ranks(program: str, size: int, device: str, *arguments: object, log: Pa
         device: ``cpu`` or ``cuda``.
         arguments: what the program is called with.
         log: the file for what the ranks print, and for their errors.
-        separate: whether a rank that fails ends no other.
+        separate: whether the other ranks go on if one rank fails.
 
     Returns:
         The exit status, zero if no rank failed.
@@ -91,7 +91,7 @@ def call_ranks(program: str, size: int, device: str, *arguments: object, log: Pa
 
 
 def run_on_ranks(program: str, world_size: int, device: str, output: Path, *arguments: object) -> Any:
-    """The results that ``program`` saves in ``output``, its last argument. It fails if the ranks wait for each other.
+    """The results that ``program`` saves in ``output``, its last argument. The test fails if ranks wait for each other.
 
     Skips the test if there is no GPU for each rank.
     """

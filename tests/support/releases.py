@@ -14,5 +14,5 @@ def is_before(release: str) -> bool:
 
 
 def needs_release(release: str, reason: str) -> pytest.MarkDecorator:
-    """Skip the test with a PyTorch older than ``release``, the first one that was seen to pass it."""
+    """Skip the test with a PyTorch older than ``release``, the first release in which it was seen to pass."""
     return pytest.mark.skipif(is_before(release), reason=f"PyTorch {torch.__version__}: {reason}")

@@ -66,15 +66,15 @@ class Grid:
         return kvcompile.PackedShard.from_dense(own, layout, shard)
 
 
-def whole_values() -> list[Tensor]:
+def whole_values(tokens: int = TOKENS) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [values(BATCH, HEADS, TOKENS, HEAD_DIM, generator=generator) for _ in LAYOUTS]
+    return [values(BATCH, HEADS, tokens, HEAD_DIM, generator=generator) for _ in LAYOUTS]
 
 
-def cache_of(grid: Grid) -> dict[str, Any]:
+def cache_of(grid: Grid, tokens: int = TOKENS) -> dict[str, Any]:
     """The cache of this rank: packed keys and values, a plain tensor that all ranks hold, and a number."""
-    keys, values = (grid.packed(x, layout) for x, layout in zip(whole_values(), LAYOUTS, strict=True))
-    return {"layers": [(keys, values)], "lengths": torch.arange(BATCH), "seen": TOKENS}
+    keys, values = (grid.packed(x, layout) for x, layout in zip(whole_values(tokens), LAYOUTS, strict=True))
+    return {"layers": [(keys, values)], "lengths": torch.arange(BATCH), "seen": tokens}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -115,6 +115,22 @@ def all_sizes(folder: Path, grids: dict[tuple[int, int], Grid]) -> dict[str, boo
                 loaded = kvcompile.load_cache(path, metadata={"prompt": "a"}, **grids[size].options)
                 result[f"{path.name} by {size}"] = same(loaded, cache_of(grids[size]))
         result[f"{path.name} whole"] = dist.get_rank() != 0 or same(kvcompile.load_cache(path), whole_cache(grids))
+        dist.barrier()
+    return result
+
+
+def few_blocks(folder: Path, grids: dict[tuple[int, int], Grid]) -> dict[str, bool]:
+    """Whether ranks without a block of a short cache save and load it, too."""
+    result, sizes = {}, [(1, 1), (2, 1), (4, 1)]
+    for saving in sizes:
+        path = folder / f"few by {saving}"
+        if grids[saving].has_me:
+            kvcompile.save_cache(cache_of(grids[saving], 100), path, **grids[saving].options)
+        dist.barrier()
+        for loading in sizes:
+            if grids[loading].has_me:
+                loaded = kvcompile.load_cache(path, **grids[loading].options)
+                result[f"{saving} to {loading}"] = same(loaded, cache_of(grids[loading], 100))
         dist.barrier()
     return result
 
@@ -287,7 +303,7 @@ def main(folder: Path, output: Path) -> None:
     grids = {size: Grid(*size) for size in LOADS}
     result = {
         test.__name__: test(folder, grids)
-        for test in (all_sizes, other_kinds, repeated_heads, transformers_cache, errors)
+        for test in (all_sizes, few_blocks, other_kinds, repeated_heads, transformers_cache, errors)
     }
     save_results(result, output)
 

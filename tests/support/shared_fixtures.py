@@ -82,7 +82,7 @@ def with_vectors() -> contextlib.AbstractContextManager[None]:
 
 @pytest.fixture
 def vector_instructions() -> Iterator[None]:
-    """Kernels have vector instructions. One graph reads their headers once, so that these are not precompiled."""
+    """Kernels have vector instructions. One graph reads their headers once, so the headers are not precompiled."""
     with with_vectors(), torch._inductor.config.patch({"cpp_cache_precompile_headers": False}):
         yield
 
