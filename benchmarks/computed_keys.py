@@ -2,8 +2,8 @@
 
     python benchmarks/computed_keys.py [--shapes 8,32/8,128,32768 ...] [--formats int4 ...] [--layers 4]
 
-Every format has three rows: keys that are cached after RoPE, as most models do, before RoPE (OLMo, x-transformers),
-and before a norm. If keys are cached before RoPE, attention applies RoPE to packed keys. If they are cached before a
+Every format has three rows, for keys that are cached after RoPE (most models), before RoPE (OLMo, x-transformers), and
+before a norm. If keys are cached before RoPE, attention applies RoPE to packed keys. If they are cached before a
 norm, the step dequantizes them, and attention reads packed values. The baseline is the same step under plain
 ``torch.compile`` in bfloat16. Each result is first compared with eager code on the same packed caches.
 """

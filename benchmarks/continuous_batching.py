@@ -3,9 +3,9 @@
     python benchmarks/continuous_batching.py [--policies plain int8_per_token_head ...] [--requests 32] [--prompt 512]
                                              [--new-tokens 64] [--layers 4] [--memory 1GiB] [--small]
 
-A GPU gets the shape of Llama 3 8B with few layers and random weights in bfloat16. ``--small``, the default on a CPU,
-takes a small model in float32. Every policy serves the same prompts with the same memory for pages, once to warm up and
-once timed. The policy ``plain`` stands for the pages of Transformers.
+On a GPU the model has the shape of Llama 3 8B, with few layers and random weights in bfloat16. ``--small``, the default
+on a CPU, selects a small model in float32. Every policy serves the same prompts with the same memory for pages, once to
+warm up and once timed. The policy ``plain`` stands for the pages of Transformers.
 """
 
 from __future__ import annotations

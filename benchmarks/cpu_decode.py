@@ -78,7 +78,7 @@ def compile_step(module: Any, run: Run, shape: Shape, dtype: torch.dtype, **comp
     """Compile ``module`` with a new cache, and check a step of it."""
     compiled = torch.compile(module, **compile_arguments)
     cache = random_cache(module.config, shape, dtype, CPU)
-    for _ in range(2):  # packing the cache compiles a second time
+    for _ in range(2):  # the first call packs the cache
         rewind(cache)
         result = run(compiled, cache)
     return CompiledStep(functools.partial(run, compiled, cache), cache, check_step(result, run, module, shape, cache))

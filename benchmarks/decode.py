@@ -44,7 +44,7 @@ MASKED_SHAPES = [Shape.parse(text) for text in ("1,32/8,128,131072", "8,32/8,128
 
 
 def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Timing] | None:
-    """Add a row for the fastest backend of ``scaled_dot_product_attention``, with the times of others in its note.
+    """Add a row for the fastest backend of ``scaled_dot_product_attention``, with all times in its note.
 
     Returns its name and time.
     """

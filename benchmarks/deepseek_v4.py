@@ -3,10 +3,10 @@
     python benchmarks/deepseek_v4.py [--gathers 1x32000 1x262144 8x32768] [--inserts 8192 65536] [--block-size 64]
 
 The program measures ``dequantize_and_gather_k_cache`` of all tokens of requests on shuffled pages, and
-``quantize_and_insert_k_cache`` of tokens into shuffled pages. Bytes per token: a gather reads 448 codes, 7 scales, 128
-bytes of rotary embedding and 4 bytes of the block table, and writes 1024 bytes; an insertion reads 1024 bytes and a
-slot of 8 bytes, and writes 584. The baseline is a copy that reads and writes as many bytes. Every result is first
-compared with the plain-PyTorch specification, bit for bit.
+``quantize_and_insert_k_cache`` of tokens into shuffled pages. For each token, a gather reads 448 codes, 7 scales, 128
+bytes of rotary embedding and 4 bytes of the block table, and writes 1024 bytes. For each token, an insertion reads 1024
+bytes and a slot of 8 bytes, and writes 584 bytes. The baseline is a copy that reads and writes as many bytes. Every
+result is first compared with the plain-PyTorch specification, bit for bit.
 """
 
 from __future__ import annotations

@@ -27,7 +27,10 @@ STEPS = 20
 
 
 def steps_of(model: Any, policy: str | None, context: int) -> Callable[[], None]:
-    """STEPS decode steps at the beginning of a static cache, plain without a policy; compiled and run once."""
+    """A function that runs STEPS compiled decode steps from the beginning of a static cache. It has run once.
+
+    The cache is packed; without a policy it is plain.
+    """
     cache: Any
     if policy is None:
         backend: Any = "inductor"

@@ -2,10 +2,11 @@
 
     python benchmarks/keys_before_rope.py --model FOLDER [--data FILE] [--windows 4] [--formats ...]
 
-Most models cache keys after RoPE. Some cache pre-RoPE keys and apply RoPE in every step (OLMo, x-transformers), which
-attention on packed keys does in its kernel. This program reads a text with keys that are quantized and dequantized in
-either place; values stay exact. It prints the mean Kullback-Leibler divergence of the predictions, in nats, from those
-of the model with exact keys. Formats with scales per channel are applied to blocks of 64 tokens.
+Most models cache keys after RoPE. Some cache pre-RoPE keys and apply RoPE in every step (OLMo, x-transformers).
+Attention on packed keys then applies RoPE in its kernel. This program reads a text with keys that are quantized and
+dequantized either before or after RoPE; values stay exact. It prints the mean Kullback-Leibler divergence of the
+predictions, in nats, from the predictions of the model with exact keys. Formats with scales per channel are applied to
+blocks of 64 tokens.
 """
 
 from __future__ import annotations

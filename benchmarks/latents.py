@@ -67,7 +67,7 @@ def random_data(shape: Shape) -> Tensor:
 
 
 def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Timing] | None:
-    """Add a row for PyTorch's fastest attention, with the times of others in its note. Returns its name and time."""
+    """Add a row for PyTorch's fastest attention, with all times in its note. Returns its name and time."""
     nbytes, timings = shape.plain_bytes // 2, {}
     with recorder.row(case="PyTorch", shape=str(shape), format="plain", q_len=q_len) as row:
         latents = [random_latents(shape) for _ in range(num_sets(nbytes))]

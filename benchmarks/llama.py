@@ -38,7 +38,7 @@ def config(shape: Shape, num_layers: int, vocab_size: int, room: int = 0) -> tra
 
 
 def small_config(num_layers: int) -> transformers.LlamaConfig:
-    """The configuration of a narrow Llama, for benchmarks of compilation."""
+    """The configuration of a narrow Llama, for benchmarks of compilation and of the host's time."""
     return transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=256,

@@ -69,7 +69,7 @@ def measure(
         rewind(cache)
 
     cache = random_cache(model.config, shape, DTYPE, DEVICE)
-    for _ in range(5):  # packing the cache compiles a second time, and CUDA graphs are recorded
+    for _ in range(5):  # the first call packs the cache, and CUDA graphs are recorded later
         begin_step()
         logits = run(compiled, cache).clone()
     row["relative_error"] = check_step(logits, run, model, shape, cache)

@@ -11,7 +11,7 @@ wait. The baseline of a row is the same step on one rank.
   shards are full of random values.
 
 The logits of the first step are compared with the logits of one rank on the same cache. All ranks begin a repeat at the
-same time. The slowest rank determines its time.
+same time. The slowest rank determines the time of the repeat.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_ERROR = 5e-2
 """The largest allowed relative error of logits: ranks sum in another order, and every layer rounds to bfloat16."""
 
 FILLED_AT_ONCE = 240 * 64
-"""Tokens that are drawn at a time: a number of blocks of 64 that up to 6, 8, 10, 12, 15 or 16 ranks divide evenly."""
+"""Tokens that are drawn at a time: 240 blocks of 64, which 1 to 6, 8, 10, 12, 15 or 16 ranks divide evenly."""
 
 STEPS = 20
 """Steps of a repeat."""

@@ -44,7 +44,7 @@ Result = tuple[Tensor, Tensor, Tensor]
 
 
 def prefill_growing(query: Tensor, key: Tensor, value: Tensor, one: Tensor) -> Result:
-    """``one`` is 1. Multiplication by it makes K and V results of the graph, as in a model, instead of inputs."""
+    """``one`` is 1. The product with ``one`` makes K and V computed values, as in a model, instead of graph inputs."""
     cache = DynamicLayer()
     key, value = cache.update(key * one, value * one)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), cache.keys, cache.values
@@ -71,7 +71,7 @@ def causal_mask(q_len: int, kv_len: int, capacity: int) -> Tensor:
 
 
 def time_baseline(recorder: Recorder, case: str, shape: Shape, q_len: int) -> tuple[str, Timing] | None:
-    """Add a row for the fastest backend, with ``q_len`` queries at the end of the context; its note names the others.
+    """Add a row for the fastest backend, with ``q_len`` queries at the end of the context; its note has all times.
 
     Returns its name and time.
     """

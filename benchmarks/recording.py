@@ -120,7 +120,7 @@ class Chart:
     Attributes:
         group: key of rows whose values divide the rows into panels.
         labels: keys of rows whose values label a bar.
-        values: keys of rows with the ratios to plot.
+        values: keys of rows with the numbers to plot.
     """
 
     group: str

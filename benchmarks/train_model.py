@@ -3,9 +3,10 @@
     python benchmarks/train_model.py FOLDER [--minutes 9] [--context 32768]
 
 The model is a Llama of about 90 million parameters with 4 query heads per KV head, head_dim 128 and RoPE. A token is a
-byte. It reads the Python sources of the installed packages; some files are held out and written to FOLDER/val.bin.
-Training windows contain planted numbers (:mod:`kvcompile.evaluation.recall`), so that the model learns to retrieve. The
-training begins with short windows and continues with windows of ``--context`` tokens.
+byte. The model is trained on the Python sources of the standard library and of the installed packages; some files are
+held out and written to FOLDER/val.bin. Training windows contain planted numbers (:mod:`kvcompile.evaluation.recall`),
+so that the model learns to retrieve. The training begins with short windows and continues with windows of ``--context``
+tokens.
 
     python -m kvcompile eval --model FOLDER --prefill 31744 --decode 1024 --chunk 64 --recall 32
 """

@@ -81,7 +81,8 @@ def in_process(case: str, arguments: argparse.Namespace, caches: str) -> list[fl
     command += ["--mode", arguments.mode] if arguments.mode is not None else []
     if arguments.processor:
         command.append("--processor")
-        settings["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # others are processes that do not end before this one
+        # More compile threads are worker processes, whose seconds :func:`now` would miss: they end after this process.
+        settings["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     done = subprocess.run(command, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True, check=True)
     return [float(seconds) for seconds in done.stdout.split()[-2:]]
 

@@ -31,7 +31,7 @@ from kvcompile.kernels.spec.packing import to_cache_dtype
 def refusal(
     key: PackedLayout, value: PackedLayout, *, has_sinks: bool, has_softcap: bool, sees_unwritten: bool = False
 ) -> str | None:
-    """The reason why no kernel computes attention on caches in these layouts; None if one does.
+    """The reason why no kernel computes attention on caches in these layouts; None if a kernel can.
 
     ``sees_unwritten``: whether attention hides no token of a cache of fixed size.
     """
@@ -100,7 +100,7 @@ def attention(
 def _multiplies_by_factors(
     query: Tensor, k_data: Tensor, v_data: Tensor | None, key: PackedLayout, value: PackedLayout
 ) -> bool:
-    """Whether a kernel multiplies keys in this layout by key factors. No kernel does so in calibrated formats."""
+    """Whether a kernel multiplies keys in this layout by key factors. No kernel can if the format is calibrated."""
     if key.format.is_calibrated:
         return False
     plain = _plain(value)

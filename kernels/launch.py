@@ -143,7 +143,7 @@ class Splits(NamedTuple):
         packed: splits of the packed tokens. Their outputs are in the stored basis of values.
         tile_tokens: tokens of a tile; 0 if splits do not take turns at tiles.
         exact: splits of the exact blocks, which come after the packed splits. Their outputs are in the original basis.
-        exact_items: items of exact blocks, at which the splits take turns before the tiles.
+        exact_items: items of exact blocks. They are shared out among the splits before the tiles are.
     """
 
     packed: int

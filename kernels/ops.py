@@ -429,7 +429,7 @@ def _dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, format: str, 
     _check_data("dequantize", "data", data.dtype, data.shape, data.stride(), data.device, layout)
     capacity = layout.token_blocks(data) * BLOCK_TOKENS
     if not 0 <= num_tokens <= capacity:
-        raise ValueError(f"kvcompile::dequantize: num_tokens {num_tokens} is not within the {capacity} of the cache")
+        raise ValueError(f"kvcompile::dequantize: num_tokens {num_tokens} is not within the {capacity} tokens of data")
     if data.is_cuda and layout.format.has_levels:
         return calibrated.dequantize(data, num_tokens, dtype, format, cast(Role, role), head_dim)
     return to_cache_dtype(read_tokens(data, layout, num_tokens), dtype).contiguous()

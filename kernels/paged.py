@@ -1,8 +1,8 @@
 """The operator ``kvcompile::paged_attention``: the step of one layer on a paged cache that all layers share.
 
 The operator quantizes the new keys and values of a continuous batch into the pool and attends to the packed tokens. It
-mutates ``pool``, and nothing else. Its schema says so: a graph that calls it for every layer passes one pool along, and
-Inductor updates it in place. :mod:`kvcompile.kernels.layout.pages` has the bytes of the pool, and
+mutates ``pool``, and nothing else. Its schema says this, so a graph that calls the operator for every layer passes one
+pool along, and Inductor updates the pool in place. :mod:`kvcompile.kernels.layout.pages` has the bytes of the pool, and
 :mod:`kvcompile.kernels.spec.pages` the form of a continuous batch.
 
 Attention also reads the packed bytes of the new tokens. All queries therefore see a token in the same form, whether it
@@ -34,7 +34,7 @@ from kvcompile.kernels.layout.pages import data_of_layer
 from kvcompile.kernels.spec.pages import places_of_new_tokens, slots_of_pages, visible_tokens
 
 MASK_ELEMENTS = 1 << 28
-"""The most elements of a mask; more queries attend one part after the other."""
+"""The most elements of a mask; queries that need a larger mask attend one part after the other."""
 
 GATHERED_BYTES = 1 << 29
 """The most bytes of keys, or of values, that are gathered for the sequences of a block table at once."""
@@ -121,7 +121,7 @@ def _paged_attention(
         sinks: [num_heads], attention sinks; None without.
         block_bytes, first_byte: see :class:`~kvcompile.kernels.layout.pages.PagedLayer`.
         page_size: tokens of a page, a multiple of BLOCK_TOKENS.
-        window: tokens of a sliding window, whose old tokens the new ones overwrite; 0 without a window.
+        window: tokens of a sliding window, whose old tokens the new tokens overwrite; 0 without a window.
         scale, softcap: as in :func:`~kvcompile.kernels.spec.attention.attend`.
         k_format, v_format: the formats of keys and values, without a residual.
 

@@ -46,9 +46,9 @@ class AttentionConfig:
 
 # Decoding with up to 8 rows, by (compute capability, bits of a key code in a tile, bits of a value code in a tile).
 # Codes of 8 bits take few instructions, so that four warps per multiprocessor, one per scheduler, keep the memory busy.
-# Codes of at most 4 bits take more instructions, and two warps per scheduler hide their latency. Eight warps may have
-# all registers: with 168 a loop with a mask spills. With fewer than 64 tokens per warp, a thread would have a single
-# 16-bit scale, which is too small for an asynchronous copy.
+# Codes of at most 4 bits take more instructions, and two warps per scheduler hide their latency. Eight warps need no
+# limit on registers, and with a limit of 168 a loop with a mask spills. With fewer than 64 tokens per warp, a thread
+# would have a single 16-bit scale, which is too small for an asynchronous copy.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=1),
     (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, programs_per_sm=2),
@@ -62,15 +62,15 @@ DECODE = {
     (8, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
     (8, 4, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
 }
-# The fewest registers without spills for tiles of 2-bit and 3-bit keys, which leave room for twelve warps.
+# With 168 registers for each thread, a multiprocessor has room for twelve warps.
 SIX_PROGRAMS = AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6)
-# The same for keys with scales per channel.
+# Like DECODE, for keys with scales per channel.
 DECODE_CHANNEL = {
     (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, programs_per_sm=4),
     (9, 2, 4): SIX_PROGRAMS,
     (9, 2, 2): SIX_PROGRAMS,
 }
-# The same for multiprocessors with less than NARROW bytes per second of memory bandwidth each. If two warps share a
+# Like DECODE, for multiprocessors with less than NARROW bytes per second of memory bandwidth each. If two warps share a
 # scheduler there, one is served first, and the other one ends later and alone.
 DECODE_NARROW = {
     (9, 4, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
@@ -80,15 +80,15 @@ DECODE_NARROW = {
 # Decoding with up to 8 rows for planes of unequal bits, by compute capability. They take more registers: a tile of 128
 # tokens spills.
 DECODE_UNEQUAL = {9: AttentionConfig(8, 64, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6)}
-# Decoding with up to 4 rows, for keys that are multiplied as integers by a query in digits; keys as above. With 200
-# registers eight warps leave room for the merge.
+# Like DECODE, with up to 4 rows, for keys that are multiplied as integers by a query in digits. With 200 registers,
+# eight warps leave room for the kernel that merges the splits.
 DECODE_DIGITS = {
     (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
     (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=7),
     (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=8),
 }
-# The same for multiprocessors with less than NARROW bytes per second each. There one warp per scheduler is fast enough
-# for codes of 2 and 3 bits, too.
+# Like DECODE_DIGITS, for multiprocessors with less than NARROW bytes per second each. There one warp per scheduler is
+# fast enough for codes of 2 and 3 bits, too.
 DECODE_DIGITS_NARROW = {
     (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
     (9, 2, 2): AttentionConfig(4, 128, num_warps=2, num_stages=3, programs_per_sm=2),
@@ -97,7 +97,7 @@ NARROW = 31e9
 """An H100 has 25 GB/s for each multiprocessor, and an H200 has 37."""
 
 ROWS_OF_ANOTHER = {10: 9, 12: 8}
-"""Maps a compute capability without measurements to one with as much shared memory, whose rows are used for it."""
+"""Maps a compute capability without measurements to one with as much shared memory, whose configurations it uses."""
 
 SCRATCH_NBYTES = 8 << 10
 """Shared memory of a decode program besides its query and the tiles that it loads ahead, if its warps exchange data."""
@@ -178,8 +178,8 @@ def config_with_factors(
 ) -> AttentionConfig | None:
     """The configuration of :func:`kvcompile.kernels.attention.decode.attention_with_factors_kernel`.
 
-    None if none serves the device. A program loads two tiles of factors beside each tile of keys. They are as large as
-    a tile of 32-bit keys in half precision, so that fewer tiles are loaded ahead. For a rotated format no tile
+    None if none serves the device. A program loads two tiles of factors beside each tile of keys. In half precision the
+    two tiles are as large as a tile of 32-bit keys, so that fewer tiles are loaded ahead. For a rotated format no tile
     is loaded ahead: it is faster with more programs at once.
 
     Args:
@@ -207,8 +207,8 @@ def config_with_factors(
 def _exact_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOperand, float32: bool) -> int:
     """Shared memory for the exact rows of all warps, 16 for each warp.
 
-    For products in float32, rows of keys and of values are there at once; otherwise only one of the two. Rows that are
-    exact for one operand only are decoded to float32 for the other one.
+    For products in float32, rows of keys and of values are in shared memory at once; otherwise only one of the two.
+    Rows that are exact for one operand only are decoded to float32 for the other one.
     """
     rows = 16 * config.num_warps
     if float32:
@@ -294,8 +294,8 @@ def _tuned_config(
 def _of_two_warps(config: AttentionConfig) -> AttentionConfig:
     """Change a configuration of four warps to two, with half the tokens and twice the programs, if tiles allow it.
 
-    Two warps are no warpgroup. For the products of a warpgroup each byte of codes is loaded alone and moved to another
-    place, and the loop spills up to 0.9 KiB per thread (Triton 3.9).
+    Two warps are not a warpgroup. For the products of a warpgroup each byte of codes is loaded alone and moved to
+    another place, and the loop spills up to 0.9 KiB per thread (Triton 3.9).
     """
     tokens = max(64, config.tokens // 2)
     programs = config.programs_per_sm * config.tokens // tokens
@@ -341,8 +341,8 @@ def _spills_tuned(capability: int, key: PackedOperand, value: PackedOperand) -> 
 
     It spills if unequal planes are unpacked without inline PTX. It also spills if scales are per group: they take as
     many float32 registers as the levels of a plane. On Hopper it then spills 10 KiB of a thread for
-    ``int4_per_group_128``, and the portable configuration spills nothing. With 8 bits, which have one plane, it spills
-    64 bytes.
+    ``int4_per_group_128``, and the portable configuration spills nothing. With 8 bits, which have one plane, the tuned
+    configuration spills 64 bytes.
     """
     if _has_unequal_planes(key, value) and None in (key.unpack_ptx, value.unpack_ptx):
         return True

@@ -31,7 +31,7 @@ If the caches have exact blocks, the splits also take turns at these blocks, see
 A separate kernel multiplies pre-RoPE keys by key factors (:mod:`kvcompile.kernels.spec.key_factors`). Both kernels
 share all functions, and the kernel without key factors compiles as if the other did not exist.
 
-A device fetches the first 64 KiB of a kernel's code when it launches the kernel. Each later line of code costs a
+A device fetches the first 64 KiB of a kernel's code when it launches the kernel. Each later cache line of code costs a
 program 30 to 50 ns when it first runs, which a single warp per scheduler cannot hide. One loop therefore serves all
 tiles, and code that rarely runs is a separate function at the end.
 
@@ -237,7 +237,7 @@ def _attend_to_tile(
     Args:
         is_whole: whether all rows see all tokens of the tile, and none of its blocks is exact. Most tiles of a long
             context are whole, and nothing is hidden in them. The operands that hide tokens are therefore not kept in
-            registers, but computed again for each other tile.
+            registers, but computed again for each tile that is not whole.
         end: the token after the last one that any row sees.
         program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
         factors, HAS_FACTORS: arguments of :func:`_attend`.

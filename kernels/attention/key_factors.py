@@ -36,7 +36,7 @@ def load_paired_rows(factors, program, head, position, in_query, KEY: tl.constex
 
     Args:
         factors: (pointer to the paired query, its four strides, pointer to the factors, number of tokens of the
-            factors). Triton 3.6 loses constants in tuples of tuples, so that the strides are no tuple of their own.
+            factors). Triton 3.6 loses constants in tuples of tuples, so the strides are not in a tuple of their own.
         program, head, position, in_query: as in :func:`kvcompile.kernels.attention.query.rows_of_program`.
     """
     row_ptrs = factors[0] + program[1] * factors[1] + head * factors[2] + position * factors[3]

@@ -35,7 +35,7 @@ SCRATCH_NBYTES = 1 << 29
 
 
 CUDNN_FLOPS = 4e12
-"""The least number of operations for cuDNN. It plans a new shape in 46 ms, which 32 layers of this size save again."""
+"""The least number of operations for cuDNN. It plans a new shape in 46 ms, a time that 32 layers of this size save."""
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,8 @@ def dequantize_pairs(
 def _dequantize_options(operand: PackedOperand, capability: int) -> dict[str, int]:
     """Triton's launch options of the kernel that dequantizes.
 
-    On Hopper, rotated formats are up to a fifth faster with 20 warps per multiprocessor, or with 12 where a warp has
-    twice the numbers, than with the registers that the compiler would take.
+    On Hopper, a limit on the registers makes rotated formats up to a fifth faster. A multiprocessor then has room for
+    20 warps, or for 12 where a head has more than 128 channels, so that a warp has twice the numbers.
     """
     if capability != 9 or not operand.rotated:
         return {"num_warps": 4}

@@ -8,9 +8,9 @@ computes only one column per row.
 
 If the levels of keys are integers, the two columns of a row are its two *digits*. The query is rounded to 15-bit
 integers ``128 * high + low``, and products multiply 8-bit integers. They are exact and twice as fast, and codes need
-not be converted to floats. A channel is rounded to 2**-15 of the largest channel of its row, where bfloat16 rounds it
-to 2**-9 of itself. Only queries of rotated formats use digits: after a Hadamard rotation no channel is much larger than
-the others.
+not be converted to floats. A channel is rounded to 2**-15 of the largest channel of its row, whereas bfloat16 rounds a
+channel to 2**-9 of itself. Only queries of rotated formats use digits: after a Hadamard rotation no channel is much
+larger than the others.
 """
 
 from __future__ import annotations
@@ -136,9 +136,8 @@ def interleaved(planes):
     """Reorder the planes [rows, width] of a query to the order of integers that are looked up by nibbles.
 
     Plane ``i`` is paired with plane ``i + num_planes / 2``, because a lookup takes the codes of both from the nibbles
-    of the same bytes. For four columns ``j`` to ``j + 3`` of such a pair, the first resulting tile has the columns
-    ``j`` and ``j + 1`` of both planes, alternating between the planes; the second tile has the columns ``j + 2`` and
-    ``j + 3``.
+    of the same bytes. For four columns ``j`` to ``j + 3`` of a pair, the first resulting tile has the columns ``j`` and
+    ``j + 1`` of both planes, alternating between the planes. The second tile has the columns ``j + 2`` and ``j + 3``.
     """
     PAIRS: tl.constexpr = len(planes) // 2
     ROWS: tl.constexpr = planes[0].shape[0]

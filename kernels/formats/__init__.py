@@ -56,8 +56,8 @@ def get_format(name: str) -> Format:
 
     A name may end in a seed for the rotation of a rotated format (``turboquant_4bit_seed7``), or in the static scale of
     8-bit floats (``fp8_e4m3_scale0.0123``). A calibrated format (``turboquant_3bit_mean``, ``transform_5310``) ends in
-    the reference to its basis (``turboquant_3bit_mean@3f9a0c12de45``). Without it the format has sizes, but encodes
-    nothing.
+    the reference to its basis (``turboquant_3bit_mean@3f9a0c12de45``). Without a reference the format has sizes, but
+    encodes nothing.
 
     Raises:
         ValueError: there is no such format, and the message lists the known formats; or its basis is not loaded.

@@ -6,14 +6,14 @@ Every format obeys one law. It lets one store kernel and one attention kernel se
 
 ``level`` maps a code to a number; integer, float and codebook formats differ only in this map.
 ``scale`` and ``zero`` are shared by all channels of a vector (granularity ``token``), by ``group_size`` channels of it
-(``group``), by the channels of a plane (``plane``), or by the 64 tokens of a block in one channel (``channel``). A
-format may have scales without zero points, or neither. ``static_scale`` is one number for all vectors of a cache, known
-before the first vector is written. It is part of the format's name and takes no bytes in the cache; it is 1 except in
-8-bit floats with a known scale. A rotated format stores ``x @ R`` instead of ``x``, with an orthogonal ``R``
-(:mod:`kvcompile.kernels.formats.rotation`). A calibrated format first subtracts a mean, and may have any other matrix
-in the place of ``R`` (:mod:`kvcompile.kernels.formats.bases`). The result is called the vector in the stored basis.
-All-zero bytes decode to zeros in every format. In a calibrated format, only the zero vector has scales and zero points
-of zero; the mean is not added to it.
+(``group``), or by the channels of a plane (``plane``). With the granularity ``channel``, the 64 tokens of a block share
+them in each channel. A format may have scales without zero points, or neither. ``static_scale`` is one number for all
+vectors of a cache, known before the first vector is written. It is part of the format's name and takes no bytes in the
+cache; it is 1 except in 8-bit floats with a known scale. A rotated format stores ``x @ R`` instead of ``x``, with an
+orthogonal ``R`` (:mod:`kvcompile.kernels.formats.rotation`). A calibrated format first subtracts a mean, and may have
+any other matrix in the place of ``R`` (:mod:`kvcompile.kernels.formats.bases`). The result is called the vector in the
+stored basis. All-zero bytes decode to zeros in every format. In a calibrated format, only the zero vector has scales
+and zero points of zero; the mean is not added to it.
 
 The plain-PyTorch ``encode`` and ``decode`` below are the specification. The CPU path traces them into the graph, and
 the Triton codec must agree with them.

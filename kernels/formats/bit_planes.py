@@ -36,7 +36,7 @@ from torch import Tensor
 HIGH_SECTIONS = ("high", "higher", "highest")
 
 VECTOR_CHANNELS = 32
-"""Codes that a vector of generated code for CPUs holds at most."""
+"""The most codes that one vector holds in generated code for CPUs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Section:
     """One kind of data that a format stores: codes, high bits, scales or zero points.
 
     Attributes:
-        name: ``codes``, ``high``, ``higher``, ``scale`` or ``zero``.
+        name: ``codes``, ``high``, ``higher``, ``highest``, ``scale`` or ``zero``.
         dtype: dtype of its elements in memory.
         width: elements per token and head, or per block and head if ``shared``.
         shared: whether all tokens of a block share the section.
@@ -127,8 +127,8 @@ class Packing:
     def unpacks_in_vectors(self, width: int) -> bool:
         """Whether code that Inductor generates for CPUs computes :meth:`unpack` in vectors.
 
-        A vector holds up to VECTOR_CHANNELS channels, which must lie in one plane. Then this takes less time than a
-        concatenation of the planes, and otherwise more.
+        A vector holds up to VECTOR_CHANNELS channels, which must lie in one plane. Then :meth:`unpack` takes less
+        time than a concatenation of the planes, and otherwise more.
         """
         return self.num_planes > 1 and not self.high and width % VECTOR_CHANNELS == 0
 

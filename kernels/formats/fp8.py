@@ -8,9 +8,9 @@ values of one layer; it comes from a calibration, or from ``k_scale`` and ``v_sc
 takes no bytes. It costs no time either, because attention applies it to queries or outputs. Channels beyond
 ``scale * largest`` saturate; ``x`` is multiplied by the inverse scale, rounded to float32.
 
-Byte patterns of infinity and NaN are never written. Every byte nevertheless has a finite level: the patterns of e4m3
-read as +-480, and the patterns of e5m2 as +-57344 for infinity and 57344 for NaN. (GPUs that convert e4m3 themselves
-read both NaN patterns as 480.)
+Byte patterns of infinity and NaN are never written. Every byte nevertheless has a finite level. The NaN patterns of
+e4m3 read as +-480. (GPUs that convert e4m3 themselves read both patterns as 480.) The infinity patterns of e5m2 read as
++-57344, and its NaN patterns as 57344.
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """

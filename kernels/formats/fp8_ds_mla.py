@@ -10,9 +10,9 @@ A cache of latents is [batch, 1, tokens, 512] or [batch, tokens, 1, 512]. Attent
 or the first channels of it as values. On a GPU such a cache cannot have a residual, which would keep first or recent
 tokens exactly.
 
-Latents are rounded to bfloat16 first. If one of 64 channels with a common scale is not finite, these 64 channels decode
-to NaN, and no others do. The last 64 channels keep their values. The format has no levels: its scales differ within a
-vector, so attention dequantizes it first.
+Latents are rounded to bfloat16 first. If one of 64 channels with a common scale is not finite, only these 64 channels
+decode to NaN. The last 64 channels keep their values. The format has no levels: its scales differ within a vector, so
+attention dequantizes it first.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from kvcompile.kernels.lang.triton import jit, tl
 SATURATION = 65280.0
 """The magnitude at which channels saturate.
 
-It leaves room below 65504, the largest fp16 number, because scale and zero point are rounded outwards: a scale may be
+It leaves room below 65504, the largest fp16 number, because scale and zero point are rounded outwards. A scale may be
 rounded up by 1.5 units in its last place, which moves the end of a grid of 16 steps by at most 180.
 """
 

@@ -1,9 +1,9 @@
 """PTX text that looks up small numbers by packed codes, four bytes of each code section at once.
 
-``PRMT`` picks four of eight bytes by the four lowest nibbles of a register, of which three bits count. One instruction
-looks up four codes, one per nibble, in a table of eight bytes. The highest bit of a code of four bits is its sign. The
-two nibbles of a byte are codes of two planes. The bytes of a looked-up register therefore alternate between the planes:
-byte ``j`` of the first plane, ``j`` of the second, ``j + 1`` of the first, ``j + 1`` of the second.
+``PRMT`` picks four of eight bytes by the four lowest nibbles of a register; three bits of each nibble count. One
+instruction looks up four codes, one per nibble, in a table of eight bytes. The highest bit of a code of four bits is
+its sign. The two nibbles of a byte are codes of two planes. The bytes of a looked-up register therefore alternate
+between the planes: byte ``j`` of the first plane, ``j`` of the second, ``j + 1`` of the first, ``j + 1`` of the second.
 """
 
 from __future__ import annotations
@@ -185,11 +185,14 @@ def _tables(name: str, numbers: Sequence[int]) -> dict[str, str]:
 
 
 def function_of(lines: list[str], tables: dict[str, str], registers: Sequence[str] = ()) -> str:
-    """PTX text of ``lines``, which declares the registers that functions here use, and ``registers``, and loads tables.
+    """PTX text that declares registers, loads ``tables``, and then runs ``lines``.
+
+    The declared registers are ``registers``, the registers of the tables, and the registers that functions here use.
 
     ``PRMT`` needs the first word of a table in a register of the thread. ptxas puts constants into uniform registers,
-    and copies them before each use: a seventh of the instructions of a decode loop with two tables. The first words are
-    therefore multiplied by the highest bit of ``%lanemask_ge``, which is 1 in each lane, but no constant for ptxas.
+    and copies them before each use. These copies would be a seventh of the instructions of a decode loop with two
+    tables. The first words are therefore multiplied by the highest bit of ``%lanemask_ge``, which is 1 in each lane,
+    but not a constant for ptxas.
     """
     names = ["nibbles0", "nibbles1", "bits", "shifted", "index0", "index1", "sign0", "sign1", "low", "high"]
     names += [*registers, *tables]

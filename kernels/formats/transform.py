@@ -8,9 +8,9 @@ that one codebook serves all vectors. The basis contains this matrix.
 
 The basis follows from ``C``, the covariance of the vectors, and ``W``, the second moments of the gradient of the loss:
 ``e W e^T`` weighs an error ``e``. With the Cholesky factor ``C = L L^T`` and the eigenvectors ``L^T W L = U D^2 U^T``,
-largest first, ``A = D^(1/2) U^T L^-1`` gives ``y = A (x - mean)`` the covariance ``D``, and errors in ``y`` the weights
-``D``. Quarters are scaled so that their root mean square is 1. Source: balanced realisation (Moore, 1981) of a
-Karhunen-Loeve transform; weights of Fisher information as in SqueezeLLM (arXiv:2306.07629).
+largest first, the basis is ``A = D^(1/2) U^T L^-1``. Then ``y = A (x - mean)`` has the covariance ``D``, and errors in
+``y`` have the weights ``D``. Quarters are scaled so that their root mean square is 1. Source: balanced realisation
+(Moore, 1981) of a Karhunen-Loeve transform; weights of Fisher information as in SqueezeLLM (arXiv:2306.07629).
 
 In this basis vectors are stored as in ``lloyd_max_*`` (:mod:`kvcompile.kernels.formats.lloyd_max`): ``transform_5310``
 as ``lloyd_max_531``.

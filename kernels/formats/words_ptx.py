@@ -53,7 +53,7 @@ class _Writer:
         self._lines: list[str] = []
         self._registers: list[str] = []
         self.one = self.new()
-        """Holds 1, but is no constant for ptxas: see :func:`kvcompile.kernels.formats.lookup_ptx.function_of`."""
+        """Holds 1, but is not a constant for ptxas: see :func:`kvcompile.kernels.formats.lookup_ptx.function_of`."""
         self.add(f"mov.u32 {self.one}, %lanemask_ge;")
         self.add(f"shr.u32 {self.one}, {self.one}, 31;")
 

@@ -12,7 +12,7 @@ def select(data: Tensor, dim: int, index: Tensor) -> Tensor:
     """``data.index_select(dim, index)``.
 
     Args:
-        data: packed data, uint8 [num_blocks, batch, num_kv_heads, block_bytes], with values.
+        data: packed data, uint8 [num_blocks, batch, num_kv_heads, block_bytes], not a fake tensor.
         dim: a dimension before the bytes of a block.
         index: int64 [n].
     """

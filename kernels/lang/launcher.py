@@ -44,7 +44,7 @@ _INSTEAD: ContextVar[Callable[[Launch], None] | None] = ContextVar("instead_of_l
 
 @contextlib.contextmanager
 def instead_of_launching(act: Callable[[Launch], None]) -> Iterator[None]:
-    """Inside the ``with`` block, launches of this thread compile their kernels, and call ``act`` and no kernel."""
+    """Inside the ``with`` block, launches of this thread compile kernels, and call ``act`` instead of the kernels."""
     token = _INSTEAD.set(act)
     try:
         yield
@@ -88,7 +88,7 @@ class Launcher:
     """Launches one Triton kernel, and remembers its compiled versions.
 
     Triton looks up the compiled version at every launch, in about 15 us of Python. The key here is shorter. Kernels
-    list every integer argument except strides in ``do_not_specialize``; then a version depends only on the constants,
+    list every integer argument except strides in ``do_not_specialize``. A version then depends only on the constants,
     the dtypes and alignment of the tensors, and which strides are 1, divisible by 16 or wider than int32.
 
     Threads that need the same version at the same time compile it once.
@@ -240,7 +240,8 @@ def converts_e4m3(device: torch.device) -> bool:
 def early_start(device: torch.device) -> dict[str, Any]:
     """Launch options that let a kernel start before the previous one has ended (programmatic dependent launch).
 
-    The kernel itself must wait for the results of the previous one. CUDA graphs keep the option. Empty before Hopper.
+    The kernel itself must wait for the results of the previous one. CUDA graphs keep the option. The options are empty
+    before Hopper.
     """
     return {"launch_pdl": True} if capability_of(device) >= 9 and gdc_wait is not None else {}
 
@@ -253,7 +254,7 @@ def precision(device: torch.device) -> str:
 def exact_precision(device: torch.device, *, float32: bool) -> str:
     """The ``input_precision`` of float32 products whose operands came from half precision: one tf32 product.
 
-    With ``float32`` the operands did not, and the result is :func:`precision`.
+    With ``float32`` the operands came from float32, and the result is :func:`precision`.
     """
     full = precision(device)
     return "tf32" if full == "tf32x3" and not float32 else full
@@ -263,7 +264,7 @@ def blocks_per_program(rotated: bool, num_blocks: int, pairs: int, device: torch
     """How many blocks of tokens one program stores or dequantizes, one after the other.
 
     A program that makes a rotation matrix first (``rotated``) takes up to 4 blocks, as long as the device stays busy.
-    Others take one, or more where the second dimension of the grid would exceed its limit of 65535 programs.
+    Other programs take one, or more where the second dimension of the grid would exceed its limit of 65535 programs.
 
     Args:
         rotated: whether the format is rotated.

@@ -41,7 +41,8 @@ def side_by_side(tiles):
     COLUMNS: tl.constexpr = tiles[0].shape[1]
     for stage in tl.static_range(6):
         if COUNT >> stage > 1:
-            # Join each tile with the tile half of them further on: the new last dimension is a bit of a tile's number.
+            # Join each tile of the first half with its tile of the second half. The new last dimension is a bit of a
+            # tile's number.
             pairs = ()
             for i in tl.static_range(COUNT >> (stage + 1)):
                 pairs = pairs + (tl.join(tiles[i], tiles[i + (COUNT >> (stage + 1))]),)  # type: ignore[assignment]  # noqa: RUF005

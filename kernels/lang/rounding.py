@@ -28,8 +28,8 @@ def converts_fp8():
 def quotient(x, divisor, SMALLEST: tl.constexpr):
     """``x / divisor[:, None]``, exact enough to be rounded to 8 bits.
 
-    The result may differ from the correctly rounded quotient in its last bit. But it is below, at or above
-    a number ``n * 2**k``, ``n`` odd and below 256, exactly if the quotient is. Rounded to an 8-bit integer or to few
+    The result may differ from the correctly rounded quotient in its last bit. But both lie on the same side of every
+    number ``n * 2**k`` with odd ``n`` below 256, or both are equal to it. Rounded to an 8-bit integer or to few
     mantissa bits, both give the same number. (Checked around all these numbers, for every mantissa of the divisor.)
 
     The method is a product with the reciprocal and one correction, in a quarter of the instructions of a division.
@@ -37,8 +37,8 @@ def quotient(x, divisor, SMALLEST: tl.constexpr):
     Args:
         x: float32 [rows, columns]; quotients are less than 2**17 in magnitude.
         divisor: float32 [rows], positive.
-        SMALLEST: a lower bound of the divisors, or 0. Reciprocal and correction must be normal numbers: below 2**-64
-            divisors and ``x`` are scaled up first.
+        SMALLEST: a lower bound of the divisors, or 0. Reciprocal and correction must be normal numbers. Divisors below
+            2**-64 and their ``x`` are therefore scaled up first.
     """
     if has_fma():
         if SMALLEST < 2.0**-64:

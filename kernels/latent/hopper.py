@@ -83,8 +83,8 @@ def hopper_latent_attention_kernel(
     maxima = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, ROWS], SHARED_ROWS)
     decays = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, ROWS], SHARED_ROWS)
     totals = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, ROWS], SHARED_ROWS)
-    # For each buffer: it holds a tile; its tile is weighed; both consumers have finished with it. For each consumer:
-    # its total is in shared memory.
+    # Barriers for each buffer: ``ready`` when it holds a tile, ``weighed`` when the tile is weighed, ``free`` when both
+    # consumers have finished with the tile. Barrier for each consumer: ``summed`` when its total is in shared memory.
     ready = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     weighed = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)

@@ -16,8 +16,8 @@ from kvcompile.kernels.formats import ds_mla_rows as spec
 from kvcompile.kernels.lang.triton import tl
 
 COPIED_BLOCKS = 4
-"""The number of scale blocks of the next tile that are copied to shared memory, which has no room for more. The others
-are loaded to registers."""
+"""The number of scale blocks of the next tile that are copied to shared memory, which has no room for more. The other
+blocks are loaded to registers."""
 
 NUM_COPIED = gl.constexpr(COPIED_BLOCKS)
 NUM_LOADED = gl.constexpr(spec.NUM_SCALES - COPIED_BLOCKS)

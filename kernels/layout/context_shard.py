@@ -50,7 +50,7 @@ class ContextShard:
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """The positions in the cache of the first ``num_tokens`` tokens of this rank, int64 [num_tokens].
 
-        The last positions may lie behind the cache.
+        The last positions may lie beyond the end of the cache.
         """
         own = torch.arange(num_tokens, device=device)
         return (own // BLOCK_TOKENS * self.size + self.rank) * BLOCK_TOKENS + own % BLOCK_TOKENS
@@ -58,9 +58,9 @@ class ContextShard:
     def owned(self, x: Tensor, positions: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens that this rank stores, as arguments of :func:`~kvcompile.kernels.spec.packing.write_tokens`.
 
-        A token of another rank would share its position with a token of this rank, and a write that keeps the bytes of
-        one would undo the write of the other. The token is therefore replaced by a token of this rank, which is then
-        written several times. If this rank has no token, nothing is written.
+        A token of another rank would get the same position as a token of this rank. A write that keeps the old bytes
+        there would undo the write of this rank's token. Each token of another rank is therefore replaced by a token of
+        this rank, which is then written several times. If this rank has no token, nothing is written.
 
         Args:
             x: new tokens, [batch, num_kv_heads, n, head_dim].
@@ -82,7 +82,7 @@ class ContextShard:
         return x.gather(2, of_x), positions.gather(-1, index), own.any(-1, keepdim=True).expand(own.shape)
 
     def select(self, x: Tensor, dim: int) -> Tensor:
-        """The tokens of this rank of plain values ``x``, whose tokens lie along ``dim``; zeros behind the cache."""
+        """The tokens of this rank of plain values ``x``, whose tokens lie along ``dim``; zeros beyond the cache."""
         count = x.shape[dim]
         positions = self.positions(self.num_tokens(count), x.device)
         inside = positions < count
@@ -102,8 +102,8 @@ class ContextShard:
                 if ``q_len`` is given, and for no mask otherwise.
             num_tokens: tokens for which this rank has room.
             kv_len: the tokens of the cache that attention sees.
-            q_len: query positions of a causal mask; None without.
-            device: of the result.
+            q_len: query positions of a causal mask; None without a causal mask.
+            device: the device of the result.
 
         Returns:
             A mask of the same kind that broadcasts to [batch, num_heads, q_len, num_tokens].

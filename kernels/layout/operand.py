@@ -91,7 +91,7 @@ class PackedOperand:
             that share a register need different shifts.
         multiplies_integers: whether queries with two columns per row use the codec's ``integers_ptx``.
         query_exponent: ``e`` if queries are scaled so that the largest channel is in ``[2**(e - 1), 2**e)``; keys only.
-        residual: exact blocks beside the packed ones; None without a residual.
+        residual: exact blocks beside the packed blocks; None without a residual.
         by_reference: whether kernels get references, see :mod:`kvcompile.kernels.layout.references`.
     """
 
@@ -163,7 +163,7 @@ class PackedOperand:
 
     @property
     def num_parts(self) -> int:
-        """Runs of channels as long as a plane; words do not store the last of them if they have fewer planes."""
+        """Runs of channels as long as a plane. If words have fewer planes than this, the last runs are not stored."""
         return self.head_dim // self.width
 
     @property
@@ -197,7 +197,7 @@ class PackedOperand:
 
     @property
     def store_warps(self) -> int:
-        """Warps of a program that stores a block: a thread holds up to 64 of its numbers."""
+        """Warps of a program that stores a block: a thread holds up to 64 numbers of the block."""
         return max(4, self.padded_head_dim // 32)
 
     @property

@@ -313,8 +313,9 @@ class PackedLayout:
     def token_bytes(self, sections: dict[str, Tensor]) -> Tensor:
         """The bytes of tokens, uint8 [..., n, bytes_per_token], from their sections [..., n, width], in section order.
 
-        Inductor fuses sums of padded int32 tensors into one kernel for few tokens, and gives each part of a
-        concatenation a buffer. For many tokens, copying bytes is cheaper than computing on four times their size.
+        The bytes of few tokens are the bitwise or of padded int32 tensors, which Inductor fuses into one kernel. Each
+        part of a concatenation would get a buffer. For many tokens, copying bytes is cheaper than computing on four
+        times their size.
         """
         tensors = [sections[section.name].to(section.dtype) for section in self.sections]
         if not are_few(tensors[0].shape[:-1]):

@@ -42,7 +42,7 @@ def strides_of(data: Tensor) -> tuple[int, int, int]:
 
 
 class References:
-    """References to packed tensors on one device. Their own addresses stay while the data they refer to changes.
+    """References to packed tensors on one device. Their own addresses do not change when they refer to other data.
 
     Args:
         count: the number of tensors.

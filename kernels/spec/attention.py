@@ -1,12 +1,12 @@
 """Attention on packed caches in plain PyTorch: the specification, and the CPU path.
 
-Keys are ``scale * level + zero``, and values too. Attention therefore needs no dequantized cache; both of its products
-are computed on levels:
+Keys and values are ``scale * level + zero``. Attention therefore needs no dequantized cache; both of its products are
+computed on levels:
 
     scores = scale * (level . q) + zero * sum(q)          output = sum(p * scale * level) + sum(p * zero)
 
 A rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. A calibrated format
-costs one product each with a matrix of its basis, and adds the products with its mean
+costs one product of the query and one of the output with a matrix of its basis, and adds the products with its mean
 (:mod:`kvcompile.kernels.formats.bases`). Scales of keys per channel multiply the query, once for each block: ``scores =
 level . (scale * q) + zero . q``. A static scale of keys multiplies the query, a static scale of values the output.
 
@@ -116,13 +116,14 @@ def attend_part(
 ) -> tuple[Tensor, Tensor]:
     """Attention on a part of the tokens, in the form in which :func:`merge_parts` merges the parts.
 
-    It takes the arguments of :func:`attend` except new tokens, and raises its errors. Give ``sinks`` to one part only.
+    It takes the arguments of :func:`attend` except new tokens and key factors, and raises its errors. Give ``sinks`` to
+    one part only.
 
     Returns:
         The output, float32 [batch, num_heads, q_len, v_layout.head_dim], as if there were no other part; and its
-        log-sum-exp in units of log2, float32 [batch, num_heads, q_len, 2]: the largest score, -inf for a query that
-        sees no key of the part, and log2 of the sum of exponentials relative to it. The two are not added, because
-        scores far from zero would leave the sum no digits.
+        log-sum-exp in units of log2, float32 [batch, num_heads, q_len, 2]. The log-sum-exp has two numbers: the largest
+        score, -inf for a query that sees no key of the part; and log2 of the sum of exponentials relative to the
+        largest score. The two are not added, because scores far from zero would leave the sum no digits.
     """
     out, lse = _attend(
         query, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, scale, softcap, (None, None),

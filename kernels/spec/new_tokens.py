@@ -59,6 +59,6 @@ def with_new_tokens(tokens: Tensor, new: NewTokens | None, q_len: int) -> Tensor
     seen = (slots >= 0) & (slots < kv_len)
     if not isinstance(q_len, int):
         seen = seen & (torch.scalar_tensor(q_len, dtype=torch.int64, device=slots.device) > MAX_PACKED_QUERIES)
-    # Skipped tokens go to a row behind the last token.
+    # Skipped tokens go to a row after the last token.
     index = torch.where(seen, slots, kv_len)[:, None, :, None].expand(new.x.shape)
     return F.pad(tokens, (0, 0, 0, 1)).scatter(2, index, new.x.to(tokens.dtype))[:, :, :kv_len]

@@ -110,8 +110,9 @@ def few_tokens(
     """The bytes that :func:`write_tokens` changes with a residual, for few tokens; arguments as there.
 
     Returns:
-        int64 indices of blocks, and of sequences if they change other blocks, and of heads and bytes if not whole
-        blocks change; and the new bytes, uint8. They are the arguments of an ``index_put`` on ``data``.
+        int64 indices of blocks; indices of sequences, if the sequences change different blocks; indices of heads and
+        bytes, unless whole blocks change; and the new bytes, uint8. They are the arguments of an ``index_put`` on
+        ``data``.
     """
     written = _written(data, x, first_sequence)
     index, values = token_update(written, layout, x, positions, valid).scatter(written, layout)
@@ -197,7 +198,7 @@ def write_vectors_(
 
 
 def _is_zero(extent: int) -> bool:
-    """Whether a size is known to be 0; one that is known only at run time is not."""
+    """Whether a size is known to be 0; False for a size that is known only at run time."""
     return isinstance(extent, int) and extent == 0
 
 
@@ -277,9 +278,9 @@ def float_blocks(layout: PackedLayout, x: Tensor) -> Tensor:
         x: [batch, num_kv_heads, n, head_dim] in the dtype of the format.
 
     Returns:
-        uint8 [num_blocks, batch, num_kv_heads, block_bytes]. Blocks are contiguous, but lie in the order of ``x``. A
-        copy with zeros behind the tokens if ``n`` is symbolic or no multiple of BLOCK_TOKENS; symbolic lengths get the
-        blocks of a growing cache, at least MIN_GROWING_BLOCKS.
+        uint8 [num_blocks, batch, num_kv_heads, block_bytes]. Blocks are contiguous, but lie in the order of ``x``. The
+        result is a copy with zeros after the tokens if ``n`` is symbolic or not a multiple of BLOCK_TOKENS; symbolic
+        lengths get the blocks of a growing cache, at least MIN_GROWING_BLOCKS.
     """
     n = x.shape[2]
     count = layout.blocks(n) if isinstance(n, int) else layout.growing_blocks(n)

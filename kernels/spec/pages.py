@@ -2,9 +2,9 @@
 
 A continuous batch holds new tokens of several sequences in one row. ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int
 [num_sequences + 1], say where the new tokens and the visible tokens of each sequence begin; the last entries are the
-totals. The last visible tokens of a sequence are its new ones. A batch may be padded: sequences at the end may be
+totals. The last visible tokens of a sequence are its new tokens. A batch may be padded: sequences at the end may be
 empty, and tokens after the totals belong to no sequence. No function reads a value on the host, so that CUDA graphs can
-record them.
+record all functions.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Update:
         return torch.where(self.block < 0, _NOWHERE, self.block + layout.header_blocks)
 
     def _sections_of_one(self) -> dict[str, Tensor]:
-        """The sections, the same for each occurrence of a block: rounding may differ, and bytes must not mix."""
+        """The sections, equal for all occurrences of a block: rounding may differ, and their bytes must not mix."""
         if self.block.shape[-1] == 1:
             return self.sections
         same = (self.block[..., None] == self.block[..., None, :]).int().argmax(-1)
@@ -207,7 +207,7 @@ def _scatter(block: Tensor, offset: Tensor, values: list[Tensor]) -> Scatter:
 
 
 def _chosen(choices: list[tuple[Tensor, Tensor]], otherwise: Tensor) -> Tensor:
-    """The rows of bytes whose condition holds, at most one for each row; ``otherwise`` where none holds.
+    """For each row, the bytes of the choice whose condition holds, at most one; ``otherwise`` where no condition holds.
 
     It is computed on bits, because generated code has no fast choice between vectors of bytes.
 
@@ -332,7 +332,8 @@ def _update(
 
     Args:
         data, layout: the cache before the write.
-        block: the blocks to encode, int64 [batch or 1, 1, k]. If a block occurs twice, so do its other arguments.
+        block: the blocks to encode, int64 [batch or 1, 1, k]. If a block occurs twice, its other arguments
+            occur twice, too.
         entry: the entries to write, int64 [batch or 1, 1, m]: at least the entries of ``block``.
         touched: bool [batch or 1, num_kv_heads or 1, k]: the blocks to which a token is written; None means all.
         written: bool [batch or 1, num_kv_heads or 1, k, BLOCK_TOKENS]: the tokens that are written.
@@ -392,7 +393,7 @@ def header_of(layout: PackedLayout, x: Tensor, num_written: Tensor | None = None
         layout: the layout of the cache, with a residual.
         x: the tokens.
         num_written: int64 [] or [batch]: the recent blocks end with the last of this number of tokens instead, because
-            the others were never written. 0 if this is not known.
+            the others were never written. 0 if the number is not known.
 
     Returns:
         uint8 [header_blocks, batch, num_kv_heads, block_bytes].

@@ -1,7 +1,7 @@
 """Scores of queries on packed keys, computed on their levels; helpers that read levels, scales and zero points.
 
-Part of the specification of attention (:mod:`kvcompile.kernels.spec.attention`). Everything has block form: the first
-dimension is the block, and the last but one, or the last, is the token in its block.
+This file is a part of the specification of attention (:mod:`kvcompile.kernels.spec.attention`). Everything has block
+form: the first dimension is the block, and the last but one, or the last, is the token in its block.
 """
 
 from __future__ import annotations

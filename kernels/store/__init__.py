@@ -1,4 +1,4 @@
 """Quantize-on-store: kernels that write new tokens to packed caches.
 
-This room imports tiles and the rooms below it. README.md names the bottleneck of each kernel.
+This room imports tiles, spec and the rooms below them. README.md names the bottleneck of each kernel.
 """

@@ -302,7 +302,7 @@ def _store_high_bits(block_ptrs, row, written, pairs, K: tl.constexpr, OPERAND: 
 
 @jit
 def _joined_pieces(x, PIECES: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, OPERAND: tl.constexpr):
-    """Cut a plane in PIECES of WIDTH channels, and join them. Each is shifted by SHIFT bits more than the last."""
+    """Cut a plane in PIECES of WIDTH channels, and join them. Each is shifted by SHIFT bits more than the previous."""
     OTHER_PIECES: tl.constexpr = PIECES - 1
     if OPERAND.num_pieces >= PIECES * OPERAND.num_parts:
         pieces = cut(x, PIECES)

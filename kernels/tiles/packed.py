@@ -15,12 +15,14 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
     Masks are per block and not per token, because blocks exist as a whole, and masks per token break up wide loads.
 
     Returns:
-        A tuple of the code sections: tiles [tokens, width] of keys or [width, tokens] of values, first the section
-        ``codes``, then the high sections as :func:`_load_high_bits` returns them; the scales; and the zero points, or
-        the scales again if there are none. Scales and zero points are float32 [tokens] if they are per token. Per group
-        they are a tuple with a float32 tile for each plane, which broadcasts to the codes. Per channel they are a tuple
-        with a tile [blocks, width] for each plane, in the dtype of the section. Per plane they are a tuple with a
-        float32 tile [tokens] for each plane. For words, :func:`load_words` loads the tuple of code sections.
+        A tuple of the code sections; the scales; and the zero points, or the scales again if there are no zero points.
+
+        Code sections are tiles [tokens, width] of keys or [width, tokens] of values: first the section ``codes``, then
+        the high sections as :func:`_load_high_bits` returns them. For words, :func:`load_words` loads the tuple of code
+        sections. Scales and zero points are float32 [tokens] if they are per token. Per group they are a tuple with a
+        float32 tile for each plane, which broadcasts to the codes. Per channel they are a tuple with a tile [blocks,
+        width] for each plane, in the dtype of the section. Per plane they are a tuple with a float32 tile [tokens] for
+        each plane.
     """
     token = tl.arange(0, TOKENS)
     block, row = token // OPERAND.block_tokens, token % OPERAND.block_tokens
@@ -211,7 +213,7 @@ def _load_metadata(
 ):  # fmt: skip
     """Load scales or zero points for :func:`load_packed`; ``block``, ``row`` and ``exists`` are [tokens] or [blocks].
 
-    Strides of packed data are multiples of 64 bytes, so that elements of any dtype divide them.
+    Strides of packed data are multiples of 64 bytes, so that the size of any dtype divides them.
     """
     ptr = ptr.to(tl.pointer_type(DTYPE))
     block_offset = block.to(tl.int64) * (stride_block // (DTYPE.primitive_bitwidth // 8))
@@ -388,7 +390,7 @@ def decode_rows(block_ptr, first_row, static_scale, OPERAND: tl.constexpr, TOKEN
 
 @jit
 def _word_codes_of_columns(block_ptr, token, column, plane, OPERAND: tl.constexpr):
-    """The codes, int32, of tokens and channels, the columns of planes."""
+    """The codes of tokens, int32 [tokens, channels]. Each channel is a ``column`` of a ``plane``."""
     word = tl.zeros([token.shape[0], column.shape[1]], tl.int32)
     NUM_TILES: tl.constexpr = len(tiles_of_words(OPERAND))
     for i in tl.static_range(NUM_TILES):

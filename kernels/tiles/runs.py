@@ -137,7 +137,7 @@ def _products_of_runs(x, matrix, RUNS: tl.constexpr, OPERAND: tl.constexpr, PREC
 
 @constexpr_function
 def groups_of_rows(operand):
-    """The groups of rows that a rotation multiplies: one or two for each warp on compute capability 10, otherwise one.
+    """The groups of rows that a rotation multiplies: one or two per warp from compute capability 10 on, otherwise one.
 
     Tensor cores of compute capability 10 leave a product in their own memory, from which a thread gets whole rows. Its
     runs would then lie in different threads. A batch of products runs on the older instructions instead.

@@ -101,7 +101,7 @@ def visible_tokens(
 
     Returns:
         (begin, end, all_begin, all_end): no row sees a token outside [begin, end), and every row sees all tokens of
-        [all_begin, all_end). The latter is empty for a float mask, about which nothing is known.
+        [all_begin, all_end). The second range is empty for a float mask, about which nothing is known.
         (row_begin, row_end, holes): the ranges of a bool mask, [ROWS] and [ROWS], and a scalar that is not 0 if any
         range has holes.
     """

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--mutations", action="store_true", help="plant each fault, and print which are caught")
     parser.add_argument("--files", action="store_true", help="change files that users get from others, not programs")
-    parser.add_argument("--tries", type=int, default=12, help="programs for one fault at most (default: 12)")
+    parser.add_argument("--tries", type=int, default=20, help="programs for one fault at most (default: %(default)s)")
     parser.add_argument("--with-seeds", action="store_true", help="plant faults in the fixed seeds' programs, too")
     given = parser.parse_args(arguments)
     if given.mutations:
