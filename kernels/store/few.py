@@ -5,13 +5,16 @@ its own, and a program writes one token: the packed token, and its exact row if 
 A block that gets the entry by this write also needs its other rows there; the program of its first token decodes these
 rows. Programs of the same write never wait for each other: none of them reads bytes that another one writes.
 
-If scales are per channel, a token changes the codes of its whole block. One program writes all blocks of a head.
+If scales are per channel, a token changes the codes of its whole block. One program writes all blocks of a head. The
+most frequent of these writes, one token in a block that an entry holds, has a short path
+(:mod:`kvcompile.kernels.store.append`).
 """
 
 from __future__ import annotations
 
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.layout.references import referred
+from kvcompile.kernels.store.append import append_token, appends_tokens
 from kvcompile.kernels.store.blocks import write_block
 from kvcompile.kernels.store.tokens import encode_tile, load_positions, load_vectors, store_sections
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, has_entry, row_ptrs, tag_ptrs
@@ -72,14 +75,20 @@ def _store_few(
     token = tl.arange(0, TOKENS)
     if OPERAND.granularity == "channel":
         if tl.program_id(0) == 0:
-            position, written = load_positions(
-                positions_ptr, valid_ptr, batch, token.to(tl.int64), position_strides, valid_strides, num_tokens,
-                capacity, HAS_VALID,
-            )  # fmt: skip
-            _write_blocks(
-                header_ptr, data_strides[0], x_ptr, x_strides, token, position, written, num_tokens, static_scale,
-                OPERAND, PRECISION,
-            )  # fmt: skip
+            is_done: tl.constexpr = False
+            if TOKENS == 1 and appends_tokens(OPERAND):
+                position, written = load_positions(
+                    positions_ptr, valid_ptr, batch, token.to(tl.int64), position_strides, valid_strides, num_tokens,
+                    capacity, HAS_VALID,
+                )  # fmt: skip
+                is_done = append_token(
+                    header_ptr, data_strides[0], x_ptr, x_strides, position, written, static_scale, OPERAND
+                )
+            if is_done == 0:
+                _write_blocks(
+                    header_ptr, data_strides[0], x_ptr, x_strides, positions_ptr, valid_ptr, batch, position_strides,
+                    valid_strides, num_tokens, capacity, static_scale, OPERAND, HAS_VALID, TOKENS, PRECISION,
+                )  # fmt: skip
     else:
         own = tl.program_id(0)
         x = load_vectors(x_ptr + own.to(tl.int64) * x_strides[2], x_strides, 1, OPERAND, 1)
@@ -150,16 +159,24 @@ def _fill_entry(header_ptr, stride_block, packed_ptr, block, entry, position, st
     tl.store(tag_ptrs(header_ptr, entry), block + 1)
 
 
-@jit
+@jit(noinline=True)
 def _write_blocks(
-    header_ptr, stride_block, x_ptr, x_strides, token, position, written, num_tokens, static_scale,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    header_ptr, stride_block, x_ptr, x_strides, positions_ptr, valid_ptr, batch, position_strides, valid_strides,
+    num_tokens, capacity, static_scale,
+    OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write tokens to one head block by block.
+
+    It is a separate function in the machine code. Otherwise Triton would give its layouts to ``append_token``, too.
 
     Two blocks of the write may have the same entry. One takes it, and the contents of the other are still read from it.
     The block that leaves the entry therefore comes first.
     """
+    token = tl.arange(0, TOKENS)
+    position, written = load_positions(
+        positions_ptr, valid_ptr, batch, token.to(tl.int64), position_strides, valid_strides, num_tokens, capacity,
+        HAS_VALID,
+    )  # fmt: skip
     matrix = rotation_matrix(OPERAND, OPERAND.block_tokens)
     block = tl.where(written, position // OPERAND.block_tokens, -1).to(tl.int32)
     entry = tl.where((block >= 0) & has_entry(block, OPERAND), entry_of(tl.maximum(block, 0), OPERAND), -1)

@@ -15,6 +15,7 @@ from kvcompile.kernels.layout.operand import PackedOperand, operand_and_scale
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.layout.references import is_reference, strides_of
 from kvcompile.kernels.spec.residual import MAX_FEW_TOKENS
+from kvcompile.kernels.store.append import appends_tokens
 from kvcompile.kernels.store.blocks import copy_tags_kernel, place_tokens_kernel, store_blocks_kernel
 from kvcompile.kernels.store.configs import StoreTiles, store_tiles
 from kvcompile.kernels.store.few import store_few_kernel, store_few_pair_kernel
@@ -184,7 +185,9 @@ def _store_few_pair(key: _Write, value: _Write, where: Positions) -> None:
 
 def _few_warps(write: _Write) -> int:
     """Warps of a program: with scales per channel it encodes a whole block, otherwise one token."""
-    return 8 if write.operand.granularity == "channel" else 1
+    if write.operand.granularity != "channel":
+        return 1
+    return 4 if write.x.shape[2] == 1 and appends_tokens(write.operand) else 8
 
 
 def _store_blocks(write: _Write, where: Positions) -> None:

@@ -324,6 +324,41 @@ def test_an_exact_token_that_is_not_finite_stays_so_and_spoils_no_scale(bad, tok
     assert torch.equal(layout.rows(data.cpu()).isnan(), layout.rows(expected).isnan())
 
 
+@pytest.mark.parametrize(
+    ("spec", "head_dim"),
+    [
+        ("int4_per_channel[recent=1,sinks=0,float32]", 128),
+        ("int4_per_channel[recent=2,sinks=1,float16]", 80),
+        ("int8_per_channel[recent=1,sinks=0,float32]", 16),
+        ("int8_per_channel[recent=0,sinks=1,float16]", 48),
+        ("int2_per_channel[recent=1,sinks=1,float16]", 128),
+        ("int2_per_channel[recent=2,sinks=0,float32]", 80),
+    ],
+)
+def test_a_token_changes_the_codes_of_its_block(spec, head_dim, device):
+    """A step into a held block, the last row of a block, a new block, an invalid token, and a block that was left."""
+    layout = PackedLayout.parse(spec, "key", head_dim)
+    writes = [(torch.arange(60), None)]
+    writes += [(torch.tensor([position]), None) for position in (60, 63, 64, 65, 64, 7)]
+    writes += [(torch.tensor([66]), torch.tensor([[valid]])) for valid in (False, True)]
+    assert_writes_like_the_specification(layout, writes, device)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("format_name", ["int8_per_channel", "int4_per_channel"])
+def test_a_token_beside_a_token_that_is_not_finite_is_written_as_the_specification_does(format_name, bad, device):
+    layout = PackedLayout.parse(f"{format_name}[recent=1,sinks=0,float16]", "key", 64)
+    expected = empty_packed(layout, 128, 1, 2, CPU)
+    data = expected.to(device, copy=True)
+    for position in range(5):  # the second token is not finite, and then it is in the entry
+        x = vectors(1, 2, 1, 64, torch.float16, position)
+        x[0, 1, 0, 17] = bad if position == 1 else 1.0
+        write_tokens_(expected, layout, x, torch.tensor([position]))
+        launch.store(data, x.to(device), torch.tensor([position], device=device), None, layout.spec, "key")
+        assert_same_sections(layout, data.cpu(), expected, device)
+        torch.testing.assert_close(layout.rows(data.cpu()), layout.rows(expected), rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_cache_with_a_residual_may_be_part_of_a_larger_buffer(device):
     layout = PackedLayout.parse("int4_per_channel[recent=1,sinks=1,float16]", "key", 64)
     buffer = random_bytes(layout, 300, 4, 2)
