@@ -17,7 +17,7 @@ MARKERS = "osD^v<>Pp*X"
 def check_plot(path: Path) -> None:
     """Raise EvaluationError if the suffix of ``path`` is not in SUFFIXES, or if Matplotlib is missing."""
     if path.suffix not in SUFFIXES:
-        raise EvaluationError(f"--plot {path}: the name must end in {', '.join(SUFFIXES)}")
+        raise EvaluationError(f"--plot {path}: the name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     if importlib.util.find_spec("matplotlib") is None:
         raise EvaluationError("--plot needs Matplotlib: pip install matplotlib")
 

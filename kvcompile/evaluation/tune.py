@@ -75,10 +75,10 @@ def tune(
     """Find formats for every layer's keys and values, within a budget, that change the predictions of ``model`` least.
 
     The cost of each format in each layer is estimated first (:mod:`kvcompile.evaluation.sensitivity`). The choice
-    within the budget is a knapsack problem, which is solved exactly. The cost of each chosen format is then measured,
-    and the choice is repeated until all chosen formats are measured. The resulting policy is measured once on the
-    compiled model. If the backend leaves layers unpacked, they count at full size, and the formats of the other layers
-    are chosen again. On Ctrl-C, the best choice from the estimates and measurements so far is written, and
+    within the budget is a knapsack problem, which dynamic programming solves. The cost of each chosen format is then
+    measured, and the choice is repeated until all chosen formats are measured. The resulting policy is measured once on
+    the compiled model. If the backend leaves layers unpacked, they count at full size, and the formats of the other
+    layers are chosen again. On Ctrl-C, the best choice from the estimates and measurements so far is written, and
     :class:`InterruptedTuning` is raised with it.
 
     Args:

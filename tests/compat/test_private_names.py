@@ -152,7 +152,7 @@ def test_a_public_name_is_not(code: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert found_in(code, tmp_path, monkeypatch) == []
 
 
-def test_the_room_names_a_fallback_for_each_file() -> None:
+def test_compat_names_a_fallback_for_each_file() -> None:
     silent = [
         path.name
         for path in sorted(ROOM.glob("*.py"))

@@ -57,7 +57,7 @@ def test_generated_code_reads_heads_of_512_channels() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_gpu_has_no_kernels_for_them_and_one_line_says_so() -> None:
+def test_a_gpu_has_no_kernels_for_wide_heads_and_one_line_says_so() -> None:
     wide, narrow = (PackedLayout("int8_per_token_head", "key", head_dim) for head_dim in (D, GPU_HEAD_DIM))
     assert narrow.unsupported_on(torch.device("cuda")) is None
     assert wide.unsupported_on(torch.device("cpu")) is None

@@ -79,13 +79,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_merge_is_half_done(page: Path) -> None:
+def test_the_page_has_no_merge_conflicts(page: Path) -> None:
     assert not re.findall(r"^(?:<{7}|>{7}) .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @by_page
 @pytest.mark.usefixtures("folder")
-def test_policies_are_policies(page: Path) -> None:
+def test_policies_on_the_page_are_valid(page: Path) -> None:
     for text in blocks(page, "yaml"):
         Policy.from_text(text)
 

@@ -60,5 +60,7 @@ def test_operations_keep_an_input_that_the_graph_writes() -> None:
     ],
     ids=["outputs that are inputs in the model", "computed outputs"],
 )
-def test_other_outputs_stay(fn: Callable[[Tensor, Tensor], Results], own_outputs: set[int]) -> None:
+def test_outputs_with_memory_of_their_own_are_not_copied(
+    fn: Callable[[Tensor, Tensor], Results], own_outputs: set[int]
+) -> None:
     assert not copied(fn, own_outputs).find_nodes(op="call_function", target=aten.clone.default)

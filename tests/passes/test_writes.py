@@ -29,7 +29,7 @@ def test_every_write_operator_has_a_matcher_and_every_matcher_is_of_a_write_oper
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_length_that_a_check_after_the_match_makes_constant() -> None:
+def test_a_check_after_the_match_may_make_a_length_constant() -> None:
     """The mask makes the length of the keys constant. The values have the same length, so theirs is constant, too."""
     q, k, v = torch.randn(3, 2, 2, 1, D).unbind()
     kc, vc = (

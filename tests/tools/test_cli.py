@@ -228,7 +228,7 @@ def test_tables_that_are_too_wide_go_on_below_each_other() -> None:
 # plan
 
 
-def test_plan_prints_the_table_of_the_article() -> None:
+def test_plan_prints_users_for_each_policy_and_context() -> None:
     out, err = run("plan --config config.json --kv-budget 74GiB --policies bf16,int4_per_token_head")
     rows = cells(out)
     assert rows[0] == ["policy", "B/token", "tokens", "2k", "8k", "32k", "128k"]

@@ -281,7 +281,7 @@ def test_the_examples_run_up_to_the_evaluation(folder: Path, monkeypatch: pytest
             "--dtype float31",
             "--dtype: 'float31' is not a valid dtype; did you mean 'float32'? (write one of float32, bfloat16, ",
         ),
-        ("--plot quality.txt", "--plot quality.txt: the name must end in .png, .svg, .pdf"),
+        ("--plot quality.txt", "--plot quality.txt: the name must end in .png, .svg or .pdf"),
         ("--plot nowhere/quality.png", "nowhere/quality.png: its folder does not exist"),
         ("--output .", ".: Is a directory"),
         ("--policies fp8_e4m3,int4_unrotated --promote p.yaml", "--promote changes one policy, and --policies names 2"),

@@ -54,7 +54,7 @@ def users(plan: Plan, measure: str = "payload") -> list[list[int]]:
 # Published figures
 
 
-def test_users_of_llama_3_1_8b_in_74_gib_equal_the_users_in_the_article() -> None:
+def test_74_gib_hold_the_published_number_of_users_of_llama_3_1_8b() -> None:
     plan = plan_of(LLAMA_3_1_8B, "bf16", "int4_per_token_head")
     assert users(plan) == [[296, 74, 18, 4], [1184, 296, 74, 18]]
 

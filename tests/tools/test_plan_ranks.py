@@ -44,7 +44,7 @@ def test_context_parallel_counts_the_blocks_of_the_rank_that_has_most(size: int)
         assert nbytes == LAYERS * KV_HEADS * per_head
 
 
-def test_both_divide_a_cache() -> None:
+def test_tensor_and_context_parallel_ranks_divide_a_cache_together() -> None:
     (one,) = llama(Ranks(), (8192,)).policies
     (both,) = llama(Ranks(tensor_parallel=4, context_parallel=2), (8192,)).policies
     assert one.capacity["allocated"].bytes_per_user[8192] == 8 * both.capacity["allocated"].bytes_per_user[8192]
