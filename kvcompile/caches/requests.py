@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch._dynamo
 from torch import nn
 
-from kvcompile.caches.static import static_cache
+from kvcompile.caches.static import attention_modules, static_cache
 from kvcompile.compat.transformers import take_window
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, num_blocks
@@ -52,17 +52,38 @@ class RequestCaches:
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
             cache = static_cache(self._model, batch_size, num_tokens, self._policy)
         cache.__class__ = _request_cache_class()
+        cache.made_for = self._made_for(batch_size, num_tokens)
         return cache
+
+    def has_packed_layers(self, cache: StaticCache) -> bool:
+        """Whether a layer is packed, or has a window that the first compiled step packs."""
+        modules, num_layers = attention_modules(self._model), len(cache.layers)
+        windows = [index for index, layer in enumerate(cache.layers) if _is_window(layer)]
+        return bool(packed_layers(cache)) or any(
+            self._policy.formats_for(modules.get(index, ""), index, num_layers) is not None for index in windows
+        )
 
     def give_back(self, cache: StaticCache) -> None:
         """Keep the cache of a finished request."""
         with self._lock:
             self._kept = cache
 
-    def _serves(self, cache: StaticCache, batch_size: int, num_tokens: int) -> bool:
-        keys, parameter = packed_layers(cache)[0].keys, next(self._model.parameters())
-        is_alike = (keys.shape[0], keys.device, keys.dtype) == (batch_size, parameter.device, parameter.dtype)
-        return is_alike and keys.shape[2] >= num_tokens
+    def _made_for(self, batch_size: int, num_tokens: int) -> MadeFor:
+        parameter = next(self._model.parameters())
+        return MadeFor(batch_size, parameter.device, parameter.dtype, num_tokens)
+
+    def _serves(self, cache: Any, batch_size: int, num_tokens: int) -> bool:
+        made, wanted = cache.made_for, self._made_for(batch_size, num_tokens)
+        return bool(made[:-1] == wanted[:-1] and made.num_tokens >= wanted.num_tokens)
+
+
+class MadeFor(NamedTuple):
+    """The requests that a cache serves: of this batch size, device and dtype, with up to ``num_tokens`` tokens."""
+
+    batch_size: int
+    device: torch.device
+    dtype: torch.dtype
+    num_tokens: int
 
 
 def room_for(num_tokens: int, room: int = 0) -> int:
@@ -75,6 +96,7 @@ def hand_out(cache: Any) -> None:
     from transformers import StaticCache
 
     cache.__class__ = StaticCache
+    del cache.made_for
 
 
 def packed_layers(cache: Cache) -> list[Any]:
@@ -88,10 +110,11 @@ def can_crop(cache: Cache) -> bool:
 
 
 def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_top: bool) -> None:
-    """Give a packed static cache room for ``num_tokens`` tokens, in place; other caches stay unchanged.
+    """Give a static cache room for ``num_tokens`` tokens, in place, if a layer is packed or all layers have windows.
 
     A cache that is too short grows by at least half, so that a conversation seldom waits for a reallocation. Windows
-    of sliding layers that were cut to the length of the cache grow with it, up to the window of the model.
+    of sliding layers that were cut to the length of the cache grow with it, up to the window of the model. Other caches
+    are not changed.
 
     Args:
         cache: any cache.
@@ -102,11 +125,9 @@ def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_
     Raises:
         KVCompileError: the cache is too short, and a layer with a cut window cannot be extended.
     """
-    packed = packed_layers(cache)
-    if not packed:
-        return
-    room, needed = packed[0].max_cache_len, num_tokens + (int(cache.get_seq_length()) if is_on_top else 0)
-    if room >= needed:
+    room = _room_of(cache)
+    needed = num_tokens + (int(cache.get_seq_length()) if is_on_top else 0)
+    if room is None or room >= needed:
         return
     longer = room_for(needed, room)
     cut = [(layer, wider) for layer, wider in _with_wider_windows(cache, config, longer) if layer.max_cache_len == room]
@@ -120,9 +141,20 @@ def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_
         _extend(layer, longer)
         layer.max_cache_len = longer
     for layer, wider in cut:
-        if layer.is_initialized:
+        if layer.is_initialized and layer.max_cache_len < wider.max_cache_len:
             _extend(layer, wider.max_cache_len)
         take_window(layer, wider)
+
+
+def _room_of(cache: Any) -> int | None:
+    """The number of tokens for which a cache of :func:`make_room` has room; None for any other cache."""
+    packed = packed_layers(cache)
+    if packed:
+        return int(packed[0].max_cache_len)
+    layers = getattr(cache, "layers", [])
+    if not layers or not all(_is_window(layer) for layer in layers):
+        return None
+    return max(int(layer.max_cache_len) for layer in layers)  # of a window that was cut, or of the longest window
 
 
 def _with_wider_windows(cache: Cache, config: PreTrainedConfig, num_tokens: int) -> list[tuple[Any, Any]]:
@@ -137,11 +169,9 @@ def _with_wider_windows(cache: Cache, config: PreTrainedConfig, num_tokens: int)
 
 def _can_widen(layer: Any, wider: Any) -> bool:
     """Whether a layer still holds all its tokens in order, so that a longer layer can continue with them."""
-    from transformers.cache_utils import StaticSlidingWindowLayer
-
     if wider is None or layer.max_cache_len == wider.max_cache_len:
         return wider is not None
-    is_window = type(layer) is type(wider) is StaticSlidingWindowLayer
+    is_window = _is_window(layer) and type(layer) is type(wider)
     return is_window and layer.get_seq_length() <= layer.max_cache_len
 
 
@@ -179,6 +209,12 @@ def _is_static(layer: Any) -> bool:
     from transformers.cache_utils import StaticLayer
 
     return type(layer) is StaticLayer
+
+
+def _is_window(layer: Any) -> bool:
+    from transformers.cache_utils import StaticSlidingWindowLayer
+
+    return type(layer) is StaticSlidingWindowLayer
 
 
 def _is_packed(layer: Any) -> bool:

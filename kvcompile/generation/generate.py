@@ -264,8 +264,8 @@ class Generation:
             self._caches = None
             report.note(f"generate() of this {type(self._model).__name__} runs without a packed cache: {error}")
             return None
-        if not packed_layers(cache):
-            self._caches = None  # the policy packs no layer of this model, or all have windows
+        if not self._caches.has_packed_layers(cache):
+            self._caches = None
         elif mode != _ASSISTED or can_crop(cache):
             return cache
         return None

@@ -391,6 +391,15 @@ def windowed() -> Any:
     return transformers.Gemma2ForCausalLM(config).eval()
 
 
+def all_windowed() -> Any:
+    """All layers have a window of 16 tokens, as in Mistral and Phi-3."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    config = transformers.MistralConfig(**sizes, **heads, sliding_window=16, pad_token_id=0, eos_token_id=None)
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(config).eval()
+
+
 def state_space() -> Any:
     torch.manual_seed(0)
     config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, state_size=4)
@@ -439,6 +448,33 @@ def test_layers_with_sliding_windows_are_made_by_transformers(made: list[Any]) -
     (cache,) = made
     assert [type(layer).__name__ for layer in cache.layers] == ["StaticSlidingWindowLayer", "StaticLayer"]
     assert isinstance(cache.layers[1].keys, PackedTensor)
+
+
+def test_a_model_whose_layers_all_have_windows_decodes_on_packed_windows(made: list[Any]) -> None:
+    model, plain = kvcompile.compile(all_windowed(), policy=LOSSLESS), all_windowed()
+    for num_tokens in (14, 20, 5):
+        prompt = torch.randint(3, 97, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+        assert torch.equal(generated(model, inputs=prompt), generated(plain, inputs=prompt))
+    (cache,) = made
+    assert isinstance(cache.layers[0].keys, PackedTensor)
+
+
+@pytest.mark.parametrize("disable_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_conversation_widens_the_windows_of_such_a_model(
+    disable_compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcompile.caches.requests.room_for", lambda num_tokens, room=0: num_tokens)
+    model, plain = kvcompile.compile(all_windowed(), policy=LOSSLESS), all_windowed()
+    ids = torch.randint(3, 97, (1, 3), generator=torch.Generator().manual_seed(1))
+    cache: dict[str, Any] = {}
+    options = {"max_new_tokens": 5, "return_dict_in_generate": True, "disable_compile": disable_compile}
+    for _ in range(4):  # the windows have 8 tokens, then 14, and then all 16
+        expected = generated(plain, inputs=ids, max_new_tokens=5)
+        result = generated(model, inputs=ids, **options, **cache)
+        assert torch.equal(result.sequences, expected)
+        cache = {"past_key_values": result.past_key_values}
+        ids = torch.cat([expected, torch.tensor([[11]])], 1)
+    assert result.past_key_values.layers[0].keys.shape[2] == 16
 
 
 @pytest.mark.slow
