@@ -89,8 +89,8 @@ def _load_planes(header_ptr, stride_block, entry, row, x_ptr, x_strides, OPERAND
         one = one.to(OPERAND.residual.dtype)
         x = tl.where(is_new, one, old).to(tl.float32)
         zeros += x * 0.0  # infinity times zero is NaN, and so is the sum
-        contents = contents + (x,)  # noqa: RUF005
-        new = new + (one,)  # noqa: RUF005
+        contents = contents + (x,)  # type: ignore[assignment]  # noqa: RUF005
+        new = new + (one,)  # type: ignore[assignment]  # noqa: RUF005
     return contents, new, tl.sum(tl.sum(zeros, 0), 0) == 0.0
 
 
@@ -113,8 +113,8 @@ def _encode_planes(planes, static_scale, OPERAND: tl.constexpr):
             x = x * tl.div_rn(1.0, static_scale)
         codes, scale, zero = OPERAND.codec.encode(tl.trans(x), in_block, OPERAND)
         byte |= (tl.trans(codes) & MASK) << (plane * OPERAND.low_bits)
-        scales = scales + (scale,)  # noqa: RUF005
-        zeros = zeros + (zero,)  # noqa: RUF005
+        scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
+        zeros = zeros + (zero,)  # type: ignore[assignment]  # noqa: RUF005
     return byte, scales, zeros
 
 

@@ -34,7 +34,7 @@ class RequestCaches:
         self._lock = threading.Lock()
         self._kept: StaticCache | None = None
 
-    def take(self, batch_size: int, num_tokens: int) -> StaticCache:
+    def take(self, batch_size: int, num_tokens: int) -> Any:
         """An empty cache of ``batch_size`` sequences with room for at least ``num_tokens`` tokens each.
 
         The cache can be cropped, and its beams can be reordered in place.
@@ -50,7 +50,7 @@ class RequestCaches:
             return kept
         kept = None  # free the old cache before the new cache is allocated
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
-            cache = static_cache(self._model, batch_size, num_tokens, self._policy)
+            cache: Any = static_cache(self._model, batch_size, num_tokens, self._policy)
         cache.__class__ = _request_cache_class()
         cache.made_for = self._made_for(batch_size, num_tokens)
         return cache

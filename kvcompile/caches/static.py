@@ -13,7 +13,7 @@ from torch import nn
 
 from kvcompile.compat.modules import has_compiled_parts, original_module, running_eagerly, uncompiled_call
 from kvcompile.compat.tracing import FakeTensorMode
-from kvcompile.compat.transformers import attends_by_flex, with_cache
+from kvcompile.compat.transformers import attends_by_flex, promises_static_caches, with_cache
 from kvcompile.errors import KVCompileError, PolicyError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
@@ -25,7 +25,10 @@ from kvcompile.passes.site import FormatPair
 from kvcompile.policy.policy import Policy
 
 if TYPE_CHECKING:
-    from transformers import StaticCache
+    from transformers import Cache, StaticCache
+
+MOST_DIFFERENT = 0.1
+"""The largest relative difference of logits, L2, between a static and a dynamic cache; bfloat16 stays below 0.03."""
 
 _TENSORS: tuple[tuple[str, Role], ...] = (("keys", "key"), ("values", "value"))
 
@@ -42,7 +45,8 @@ def static_cache(
     Pass it to the model, compiled or not, as ``cache`` (``past_key_values`` before Transformers 5.24). A plain
     ``StaticCache`` is also packed, but only by the first compiled call; until then it is in full precision.
 
-    To find the shapes of the layers, the model runs on one token without computing or allocating anything.
+    To find the shapes of the layers, the model runs on one token without computing or allocating anything. A model
+    whose code needs values, such as some mixtures of experts, computes this token.
 
     Args:
         model: a decoder of Hugging Face Transformers, on the device and in the dtype that it will run in.
@@ -58,8 +62,8 @@ def static_cache(
 
     Raises:
         PolicyError: the policy is invalid, or one of its formats cannot hold the keys or values of a layer.
-        KVCompileError: the model does not run with a static cache, or attends by ``flex_attention``; or a number is not
-            positive.
+        KVCompileError: the model does not run with a static cache, computes other logits with it, or attends by
+            ``flex_attention``; or a number is not positive.
     """
     from transformers import StaticCache
 
@@ -78,7 +82,9 @@ def static_cache(
             "static_cache: Transformers compiles flex_attention by itself, and this code cannot read packed caches; "
             "call model.set_attn_implementation('sdpa')"
         )
-    filled = _fill_without_data(model, StaticCache(config=config, max_cache_len=max_len), batch_size)
+    filled = _filled(model, config, batch_size)
+    if not promises_static_caches(model):
+        _check_outputs(model, config, max_len)
     cache = StaticCache(config=config, max_cache_len=max_len)
     modules = attention_modules(model)
     layers: list[tuple[Any, Any]] = list(zip(cache.layers, filled.layers, strict=True))
@@ -89,22 +95,58 @@ def static_cache(
     return cache
 
 
-def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) -> StaticCache:
-    """Run one token to fill ``cache`` with tensors that have shapes, dtypes and devices, but no memory."""
-    # Compiled code would compile for this call, or run kernels on tensors without memory.
-    model = original_module(model)
-    eagerly = running_eagerly() if has_compiled_parts(model) else contextlib.nullcontext()  # it affects all threads
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), eagerly:
-        ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
+def _filled(model: nn.Module, config: Any, batch_size: int) -> StaticCache:
+    """A static cache with room for one token, which the model has filled.
+
+    Its tensors have shapes, dtypes and devices, but no memory. A model whose code needs values, such as the routing of
+    some mixtures of experts, computes one real token instead.
+    """
+    from transformers import StaticCache
+
+    ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
+    try:
+        cache = StaticCache(config=config, max_cache_len=1)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _run_eagerly(model, ids, cache)
+    except Exception as error:
         try:
-            uncompiled_call(model)(input_ids=ids, use_cache=True, **with_cache(model, cache))
-        except Exception as error:
+            cache = StaticCache(config=config, max_cache_len=1)
+            _run_eagerly(model, ids, cache)
+        except Exception:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise KVCompileError(
                 f"static_cache: {type(model).__name__} does not run on one token with a static cache ({reason}); pass "
                 "its caches packed with kvcompile.PackedTensor.zeros instead"
             ) from error
     return cache
+
+
+def _check_outputs(model: nn.Module, config: Any, max_len: int) -> None:
+    """Compare the logits of a few tokens with a static cache of up to 1024 tokens and with a dynamic cache.
+
+    Raises:
+        KVCompileError: they differ, because the model's code reads the number of tokens from the shape of its cache.
+    """
+    from transformers import DynamicCache, StaticCache
+
+    ids = torch.arange(3, device=next(model.parameters()).device)[None]
+    static, dynamic = (
+        torch.cat([_run_eagerly(model, part, cache)[0] for part in (ids, ids[:, :1])], 1).float()
+        for cache in (StaticCache(config=config, max_cache_len=min(max_len, 1024)), DynamicCache(config=config))
+    )
+    if not (static - dynamic).norm() <= MOST_DIFFERENT * dynamic.norm():
+        raise KVCompileError(
+            f"static_cache: {type(model).__name__} computes other logits with a static cache than with a dynamic one; "
+            "use a dynamic cache, which compiled steps pack"
+        )
+
+
+def _run_eagerly(model: nn.Module, ids: torch.Tensor, cache: Cache) -> Any:
+    # Compiled code would compile for this call, or run kernels on tensors without memory.
+    model = original_module(model)
+    eagerly = running_eagerly() if has_compiled_parts(model) else contextlib.nullcontext()  # it affects all threads
+    with torch.no_grad(), eagerly:
+        return uncompiled_call(model)(input_ids=ids, use_cache=True, **with_cache(model, cache))
 
 
 def _is_plain_static(layer: Any) -> bool:
@@ -127,11 +169,12 @@ def check_holds(layout: PackedLayout, dtype: torch.dtype, place: str) -> None:
 
 
 def _pack(layer: Any, filled: Any, formats: FormatPair, shard: ContextShard | None, place: str) -> None:
-    """Initialise a layer like ``filled``, with packed keys and values."""
-    dtype, device = filled.keys.dtype, filled.keys.device
+    """Initialise a layer like ``filled``, which has room for one token, with packed keys and values."""
+    dtype, device, max_len = filled.keys.dtype, filled.keys.device, layer.max_cache_len
     examples = (torch.empty((0, *x.shape[1:2], 1, *x.shape[3:]), dtype=dtype, device=device) for x in _both(filled))
     layer.lazy_initialization(*examples)  # with zero sequences, which need no memory
     layer.__dict__.update({name: value for name, value in vars(filled).items() if isinstance(value, int)})
+    layer.max_cache_len = max_len
     for (name, role), plain in zip(_TENSORS, _both(filled), strict=True):
         layout = formats.layout(role, plain.shape[3], dtype)
         check_holds(layout, dtype, f"static_cache: {place}")
@@ -141,10 +184,11 @@ def _pack(layer: Any, filled: Any, formats: FormatPair, shard: ContextShard | No
                 "is not calibrated, without residual_length and sink_tokens, such as int4_per_token_head"
             )
         packed: torch.Tensor
+        shape = (*plain.shape[:2], max_len, plain.shape[3])
         if shard is None:
-            packed = PackedTensor.zeros(plain.shape, dtype, layout, device=device)
+            packed = PackedTensor.zeros(shape, dtype, layout, device=device)
         else:
-            packed = PackedShard.zeros(plain.shape, dtype, layout, shard, device=device)
+            packed = PackedShard.zeros(shape, dtype, layout, shard, device=device)
         torch._dynamo.mark_static_address(packed)
         setattr(layer, name, packed)
 

@@ -59,6 +59,11 @@ def makes_dynamic_caches(model: Any) -> bool:
     return bool(model._supports_default_dynamic_cache())
 
 
+def promises_static_caches(model: Any) -> bool:
+    """Whether Transformers says that a model runs with static caches; also True where Transformers says nothing."""
+    return bool(getattr(model, "_can_compile_fullgraph", True))
+
+
 def mask_length(config: Any) -> int | None:
     """The length of the attention mask that ``generate()`` makes itself; None in releases that do not record it."""
     return getattr(config, "_mask_length", None)

@@ -400,6 +400,32 @@ def all_windowed() -> Any:
     return transformers.MistralForCausalLM(config).eval()
 
 
+def experts() -> Any:
+    """A mixture of experts in float32: shapes alone do not tell its code which experts compute."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = transformers.MixtralConfig(**sizes, **heads, pad_token_id=0, eos_token_id=None)
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+def reads_the_length_of_its_cache() -> Any:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_position_embeddings": 64}
+    types = {
+        "attention_types": [[["local"], 1]],
+        "window_size": 8,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    torch.manual_seed(0)
+    model = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes, **types)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
 def state_space() -> Any:
     torch.manual_seed(0)
     config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, state_size=4)
@@ -420,6 +446,7 @@ def by_a_callers_code(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
 UNSERVED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "without a cache": (lambda: attention_llama(num_layers=1), {"use_cache": False}),
     "a state-space model": (state_space, {}),
+    "a model that computes other logits with a static cache": (reads_the_length_of_its_cache, {}),
     "an encoder-decoder": (encoder_decoder, {"max_new_tokens": 2}),
     "prompt lookup with sliding windows": (windowed, {"prompt_lookup_num_tokens": 2}),
     "code of the caller": (lambda: attention_llama(num_layers=1), {"custom_generate": by_a_callers_code}),
@@ -457,6 +484,18 @@ def test_a_model_whose_layers_all_have_windows_decodes_on_packed_windows(made: l
         assert torch.equal(generated(model, inputs=prompt), generated(plain, inputs=prompt))
     (cache,) = made
     assert isinstance(cache.layers[0].keys, PackedTensor)
+
+
+def test_a_mixture_of_experts_decodes_on_a_packed_cache(made: list[Any]) -> None:
+    prompt = torch.randint(3, 97, (1, 6), generator=torch.Generator().manual_seed(1))
+    model = kvcompile.compile(experts(), policy=LOSSLESS)
+    assert torch.equal(generated(model, inputs=prompt), generated(experts(), inputs=prompt))
+    assert [type(layer.keys) for (cache,) in [made] for layer in cache.layers] == [PackedTensor]
+
+
+def test_a_model_that_computes_other_logits_with_a_static_cache_is_named() -> None:
+    with pytest.raises(kvcompile.KVCompileError, match="GPTNeoForCausalLM computes other logits with a static cache"):
+        kvcompile.static_cache(reads_the_length_of_its_cache(), 1, 64, LOSSLESS)
 
 
 @pytest.mark.parametrize("disable_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
