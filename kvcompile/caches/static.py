@@ -82,9 +82,7 @@ def static_cache(
             "static_cache: Transformers compiles flex_attention by itself, and this code cannot read packed caches; "
             "call model.set_attn_implementation('sdpa')"
         )
-    filled = _filled(model, config, batch_size)
-    if not promises_static_caches(model):
-        _check_outputs(model, config, max_len)
+    filled = _filled(model, config, batch_size, max_len)
     cache = StaticCache(config=config, max_cache_len=max_len)
     modules = attention_modules(model)
     layers: list[tuple[Any, Any]] = list(zip(cache.layers, filled.layers, strict=True))
@@ -95,45 +93,53 @@ def static_cache(
     return cache
 
 
-def _filled(model: nn.Module, config: Any, batch_size: int) -> StaticCache:
-    """A static cache with room for one token, which the model has filled.
+def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int) -> StaticCache:
+    """A static cache that the model has filled with one token.
 
     Its tensors have shapes, dtypes and devices, but no memory. A model whose code needs values, such as the routing of
-    some mixtures of experts, computes one real token instead.
+    some mixtures of experts, computes one real token instead, in a cache with room for this token.
     """
     from transformers import StaticCache
 
     ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
     try:
-        cache = StaticCache(config=config, max_cache_len=1)
+        cache = StaticCache(config=config, max_cache_len=max_len)
         with FakeTensorMode(allow_non_fake_inputs=True):
             _run_eagerly(model, ids, cache)
+        needs_values = False
     except Exception as error:
+        cache, needs_values = StaticCache(config=config, max_cache_len=1), True
         try:
-            cache = StaticCache(config=config, max_cache_len=1)
             _run_eagerly(model, ids, cache)
         except Exception:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise KVCompileError(
-                f"static_cache: {type(model).__name__} does not run on one token with a static cache ({reason}); pass "
-                "its caches packed with kvcompile.PackedTensor.zeros instead"
-            ) from error
+            raise _does_not_run(model, error) from error
+    if needs_values or not promises_static_caches(model):
+        _check_outputs(model, config, max_len)
     return cache
 
 
+def _does_not_run(model: nn.Module, error: Exception) -> KVCompileError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return KVCompileError(
+        f"static_cache: {type(model).__name__} does not run on one token with a static cache ({reason}); pass "
+        "its caches packed with kvcompile.PackedTensor.zeros instead"
+    )
+
+
 def _check_outputs(model: nn.Module, config: Any, max_len: int) -> None:
-    """Compare the logits of a few tokens with a static cache of up to 1024 tokens and with a dynamic cache.
+    """Compare the logits after a few tokens with a static cache of up to 1024 tokens and with a dynamic cache.
 
     Raises:
-        KVCompileError: they differ, because the model's code reads the number of tokens from the shape of its cache.
+        KVCompileError: they differ, for example because the model attends to all tokens that its cache has room for; or
+            the model does not run with a static cache.
     """
     from transformers import DynamicCache, StaticCache
 
-    ids = torch.arange(3, device=next(model.parameters()).device)[None]
-    static, dynamic = (
-        torch.cat([_run_eagerly(model, part, cache)[0] for part in (ids, ids[:, :1])], 1).float()
-        for cache in (StaticCache(config=config, max_cache_len=min(max_len, 1024)), DynamicCache(config=config))
-    )
+    caches = StaticCache(config=config, max_cache_len=min(max_len, 1024)), DynamicCache(config=config)
+    try:
+        static, dynamic = (_logits(model, cache) for cache in caches)
+    except Exception as error:
+        raise _does_not_run(model, error) from error
     if not (static - dynamic).norm() <= MOST_DIFFERENT * dynamic.norm():
         raise KVCompileError(
             f"static_cache: {type(model).__name__} computes other logits with a static cache than with a dynamic one; "
@@ -141,12 +147,22 @@ def _check_outputs(model: nn.Module, config: Any, max_len: int) -> None:
         )
 
 
-def _run_eagerly(model: nn.Module, ids: torch.Tensor, cache: Cache) -> Any:
+def _logits(model: nn.Module, cache: Cache) -> torch.Tensor:
+    """The logits after three tokens and after a fourth, of two sequences. The first one begins with padding."""
+    device = next(model.parameters()).device
+    ids = torch.arange(3, device=device).expand(2, 3)
+    mask = torch.ones((2, 4), dtype=torch.int64, device=device)
+    mask[0, 0] = 0
+    steps = (ids, mask[:, :3]), (ids[:, :1], mask)
+    return torch.cat([_run_eagerly(model, part, cache, attention_mask=seen)[0][:, -1:] for part, seen in steps]).float()
+
+
+def _run_eagerly(model: nn.Module, ids: torch.Tensor, cache: Cache, **kwargs: Any) -> Any:
     # Compiled code would compile for this call, or run kernels on tensors without memory.
     model = original_module(model)
     eagerly = running_eagerly() if has_compiled_parts(model) else contextlib.nullcontext()  # it affects all threads
     with torch.no_grad(), eagerly:
-        return uncompiled_call(model)(input_ids=ids, use_cache=True, **with_cache(model, cache))
+        return uncompiled_call(model)(input_ids=ids, use_cache=True, **with_cache(model, cache), **kwargs)
 
 
 def _is_plain_static(layer: Any) -> bool:
@@ -169,7 +185,7 @@ def check_holds(layout: PackedLayout, dtype: torch.dtype, place: str) -> None:
 
 
 def _pack(layer: Any, filled: Any, formats: FormatPair, shard: ContextShard | None, place: str) -> None:
-    """Initialise a layer like ``filled``, which has room for one token, with packed keys and values."""
+    """Initialise a layer like ``filled``, which may have room for one token only, with packed keys and values."""
     dtype, device, max_len = filled.keys.dtype, filled.keys.device, layer.max_cache_len
     examples = (torch.empty((0, *x.shape[1:2], 1, *x.shape[3:]), dtype=dtype, device=device) for x in _both(filled))
     layer.lazy_initialization(*examples)  # with zero sequences, which need no memory
