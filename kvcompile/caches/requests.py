@@ -57,11 +57,11 @@ class RequestCaches:
 
     def has_packed_layers(self, cache: StaticCache) -> bool:
         """Whether a layer is packed, or has a window that the first compiled step packs."""
+        if packed_layers(cache):
+            return True
         modules, num_layers = attention_modules(self._model), len(cache.layers)
         windows = [index for index, layer in enumerate(cache.layers) if _is_window(layer)]
-        return bool(packed_layers(cache)) or any(
-            self._policy.formats_for(modules.get(index, ""), index, num_layers) is not None for index in windows
-        )
+        return any(self._policy.formats_for(modules.get(index, ""), index, num_layers) is not None for index in windows)
 
     def give_back(self, cache: StaticCache) -> None:
         """Keep the cache of a finished request."""

@@ -41,6 +41,7 @@ from kvcompile.compat import (
 )
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic
+from kvcompile.compat.transformers import promises_static_caches
 from kvcompile.kernels.lang.triton import triton
 
 MODULES = [one.name for one in pkgutil.iter_modules(compat.__path__)]
@@ -91,6 +92,14 @@ def test_functions_take_the_arguments_that_they_get(
     except ValueError:
         pytest.skip("written in C++")
     signature.bind(*range(arguments), **dict.fromkeys(keywords))
+
+
+def test_transformers_says_which_models_run_with_static_caches() -> None:
+    transformers = pytest.importorskip("transformers")
+    assert transformers.LlamaForCausalLM._can_compile_fullgraph
+    assert promises_static_caches(transformers.LlamaForCausalLM)
+    assert not promises_static_caches(transformers.GPTNeoForCausalLM)
+    assert promises_static_caches(nn.Linear), "classes of other packages are not checked"
 
 
 def test_a_view_in_a_dtype_of_another_size_is_a_method_call_in_generated_code() -> None:
