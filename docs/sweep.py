@@ -3,33 +3,36 @@
     python docs/sweep.py                          # all model types: an hour on a few cores
     python docs/sweep.py --architectures llama,t5 # only these; coverage.json keeps its results for the others
     python docs/sweep.py --missing                # cases that coverage.json lacks
+    python docs/sweep.py --generate               # only prints whether generate() keeps its tokens: 20 minutes
 
 The installed Transformers gives the list of model types (``docs/sweep_library.py``). Every type runs in its own
 process, with static and dynamic caches (``docs/sweep_case.py``). The types of ``docs/sweep_models.py`` run with every
 attention implementation that they support, and all others with ``scaled_dot_product_attention``. A type that crashes or
 hangs also gets a row. Results go to ``coverage.json`` after each type, and ``coverage.md`` is generated from it.
+``docs/sweep_generate.py`` compares the tokens of ``generate()``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, get_args
+from typing import Any, get_args
 
 import outside_parts
+import sweep_generate
 import torch
 import transformers
 from sweep_case import MAX_ERROR, NO_ATTENTION, NOT_BUILT, STEPS, CacheKind, CaseResult, Implementation, run_case
 from sweep_library import model_types
 from sweep_models import ARCHITECTURES
+from sweep_process import Process, Record, finished_processes
 
 FOLDER = Path(__file__).parent
 Cases = Sequence[tuple[Implementation, CacheKind]]
@@ -38,8 +41,6 @@ SDPA: Cases = [case for case in CASES if case[0] == "sdpa"]
 """The cases of a model type whose sizes come from the rule of ``sweep_library.py``."""
 EAGER: Cases = [case for case in CASES if case[0] == "eager"]
 """The further cases of such a model type if it has no sdpa."""
-TIMEOUT = 900
-"""Seconds for one architecture."""
 
 Results = dict[str, list[CaseResult]]
 
@@ -51,53 +52,35 @@ def run_all(architectures: Mapping[str, Cases], jobs: int) -> Iterator[tuple[str
     """
     torch.set_num_threads(1)  # the models are small, and only a process without threads can be forked
     run_case("gpt2", "sdpa", "static")  # do one-time initialisation before the first fork
-    waiting, running = list(architectures.items()), []
     with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                running.append(Run(*waiting.pop(0), Path(folder)))
-            done = [run for run in running if run.is_over()]
-            yield from ((run.architecture, run.results()) for run in done)
-            running = [run for run in running if run not in done]
-            time.sleep(0.1)
+        starts = [partial(Run, name, cases, Path(folder)) for name, cases in architectures.items()]
+        yield from ((run.architecture, run.results()) for run in finished_processes(starts, jobs))
 
 
-class Run:
-    """The cases of one architecture in their own process, which writes a line of JSON for each case."""
+class Run(Process):
+    """The cases of one architecture in their own process."""
 
     def __init__(self, architecture: str, cases: Cases, folder: Path) -> None:
         self.architecture = architecture
         self._cases = cases
-        self._file = folder / f"{architecture}.jsonl"
-        self._end = time.monotonic() + TIMEOUT
-        self._process = multiprocessing.get_context("fork").Process(target=self._write)
-        self._process.start()
+        super().__init__(folder / f"{architecture}.jsonl", self._run_all)
 
-    def _write(self) -> None:
-        with self._file.open("w", encoding="utf-8", buffering=1) as file:
-            results = [self._run(file, *case) for case in self._cases]
-            if _has_no_sdpa(self.architecture, results):
-                for case in EAGER:
-                    self._run(file, *case)
+    def _run_all(self, record: Record) -> None:
+        results = [self._run(record, *case) for case in self._cases]
+        if _has_no_sdpa(self.architecture, results):
+            for case in EAGER:
+                self._run(record, *case)
 
-    def _run(self, file: TextIO, attention: Implementation, cache: CacheKind) -> CaseResult:
+    def _run(self, record: Record, attention: Implementation, cache: CacheKind) -> CaseResult:
         result = replace(run_case(self.architecture, attention, cache), transformers=transformers.__version__)
-        file.write(json.dumps(result.to_dict()) + "\n")
+        record(result.to_dict())
         return result
 
-    def is_over(self) -> bool:
-        if self._process.is_alive() and time.monotonic() > self._end:
-            self._process.kill()
-        self._process.join(0)
-        return not self._process.is_alive()
-
     def results(self) -> list[CaseResult]:
-        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
-        finished = [CaseResult(**json.loads(line)) for line in lines if line.endswith("}")]
+        finished = [CaseResult(**result) for result in self.finished()]
         known = {(case.attention, case.cache) for case in finished}
-        ending = f"its process ended with {self._process.exitcode}"
         lost = (case for case in self._cases if case not in known)
-        return [*finished, *(CaseResult(self.architecture, *case, failure=ending) for case in lost)]
+        return [*finished, *(CaseResult(self.architecture, *case, failure=self.ending) for case in lost)]
 
 
 def _has_no_sdpa(name: str, results: Sequence[CaseResult]) -> bool:
@@ -212,7 +195,11 @@ uncompiled or under `torch.compile`.
 
 ```sh
 python docs/sweep.py
-```"""
+```
+
+`python docs/sweep.py --generate` compares tokens instead: those of `generate()` with and without kvcompile, under the
+lossless policy `float32`. If tokens differ, it also tries a static cache without kvcompile, because some models of
+Transformers compute other logits with it. If nothing is packed, it prints the reason."""
 
 
 def _releases(results: Results) -> list[str]:
@@ -268,6 +255,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", help="names, separated by commas; default: all")
     parser.add_argument("--missing", action="store_true", help="only cases that coverage.json does not have yet")
+    parser.add_argument("--generate", action="store_true", help="only print which tokens of generate() differ")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where coverage.json and coverage.md are")
     options = parser.parse_args(arguments)
@@ -275,6 +263,8 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = [name for name in names if name not in model_types()]
     if unknown:
         parser.error(f"unknown architectures: {', '.join(unknown)}; known: {', '.join(model_types())}")
+    if options.generate:
+        sys.exit(sweep_generate.print_all(names, options.jobs))
     store = options.folder / "coverage.json"
     results = load(store)
     wanted = {name: cases_of(name, results.get(name, []) if options.missing else ()) for name in names}

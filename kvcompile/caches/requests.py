@@ -57,11 +57,28 @@ class RequestCaches:
 
     def has_packed_layers(self, cache: StaticCache) -> bool:
         """Whether a layer is packed, or has a window that the first compiled step packs."""
-        if packed_layers(cache):
-            return True
-        modules, num_layers = attention_modules(self._model), len(cache.layers)
-        windows = [index for index, layer in enumerate(cache.layers) if _is_window(layer)]
-        return any(self._policy.formats_for(modules.get(index, ""), index, num_layers) is not None for index in windows)
+        return bool(packed_layers(cache)) or any(map(_is_window, self._plain_layers(cache)))
+
+    def why_not_packed(self, cache: StaticCache) -> str | None:
+        """Why no layer with keys and values is packed from the start; None if the policy packs no layer."""
+        kinds = dict.fromkeys(type(layer).__name__ for layer in self._plain_layers(cache))
+        if not kinds:
+            return None
+        return (
+            f"layers of the kind {' and '.join(kinds)} are not packed before a step is compiled; pass a "
+            "transformers.StaticCache as its cache, which compiled steps pack"
+        )
+
+    def _plain_layers(self, cache: StaticCache) -> list[Any]:
+        """The layers with keys and values that are not packed, although the policy has a format for them."""
+        modules = attention_modules(self._model)
+        return [
+            layer
+            for index, layer in enumerate(cache.layers)
+            if isinstance(layer, _static_layer_class())
+            and not _is_packed(layer)
+            and self._policy.formats_for(modules.get(index, ""), index, len(cache.layers)) is not None
+        ]
 
     def give_back(self, cache: StaticCache) -> None:
         """Keep the cache of a finished request."""
@@ -206,9 +223,13 @@ def _clear(cache: StaticCache) -> None:
 
 
 def _is_static(layer: Any) -> bool:
+    return type(layer) is _static_layer_class()
+
+
+def _static_layer_class() -> type:
     from transformers.cache_utils import StaticLayer
 
-    return type(layer) is StaticLayer
+    return StaticLayer
 
 
 def _is_window(layer: Any) -> bool:

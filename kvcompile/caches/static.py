@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch._dynamo
 from torch import nn
 
 from kvcompile.compat.modules import has_compiled_parts, original_module, running_eagerly, uncompiled_call
-from kvcompile.compat.tracing import FakeTensorMode
+from kvcompile.compat.tracing import FakeTensorMode, fake_errors_unlogged
 from kvcompile.compat.transformers import attends_by_flex, promises_static_caches, with_cache
 from kvcompile.errors import KVCompileError, PolicyError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
@@ -106,18 +106,37 @@ def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int) -> Sta
     ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
     try:
         cache = StaticCache(config=config, max_cache_len=max_len)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _keeping_states(model), fake_errors_unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
             _run_eagerly(model, ids, cache)
         needs_values = False
     except Exception as error:
-        cache, needs_values = StaticCache(config=config, max_cache_len=1), True
         try:
-            _run_eagerly(model, ids, cache)
+            cache, needs_values = StaticCache(config=config, max_cache_len=1), True
+            with _keeping_states(model):
+                _run_eagerly(model, ids, cache)
         except Exception:
             raise _does_not_run(model, error) from error
     if needs_values or not promises_static_caches(model):
         _check_outputs(model, config, max_len)
     return cache
+
+
+@contextlib.contextmanager
+def _keeping_states(model: nn.Module) -> Iterator[None]:
+    """New tensors in the attributes of modules are replaced by what was there before.
+
+    A recurrent model may keep its states there, outside of its cache.
+    """
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, earlier in before:
+            for name in [name for name, value in dict(attributes).items() if isinstance(value, torch.Tensor)]:
+                if name in earlier:
+                    attributes[name] = earlier[name]
+                else:
+                    del attributes[name]
 
 
 def _does_not_run(model: nn.Module, error: Exception) -> KVCompileError:
@@ -156,7 +175,9 @@ def _logits(model: nn.Module, cache: Cache) -> torch.Tensor:
     mask = torch.ones((2, 4), dtype=torch.int64, device=device)
     mask[0, 0] = 0
     steps = (ids, mask[:, :3]), (ids[:, :1], mask)
-    return torch.cat([_run_eagerly(model, part, cache, attention_mask=seen)[0][:, -1:] for part, seen in steps]).float()
+    with _keeping_states(model):
+        logits = [_run_eagerly(model, part, cache, attention_mask=seen)[0][:, -1:] for part, seen in steps]
+    return torch.cat(logits).float()
 
 
 def _run_eagerly(model: nn.Module, ids: torch.Tensor, cache: Cache, **kwargs: Any) -> Any:

@@ -6,6 +6,9 @@ Only :func:`own_outputs` has a fallback.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +30,17 @@ except ImportError:
 def converted_tensors(fake_mode: FakeTensorMode) -> list[Tensor]:
     """The fake tensors that the mode has made of real tensors."""
     return list(fake_mode.fake_tensor_converter.meta_converter.tensor_memo.values())
+
+
+@contextlib.contextmanager
+def fake_errors_unlogged() -> Iterator[None]:
+    """Errors of operators on fake tensors are only raised: PyTorch also logs each with a traceback."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def forget_real_tensors(gm: GraphModule) -> None:

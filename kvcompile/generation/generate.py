@@ -248,27 +248,33 @@ class Generation:
             and config.use_cache is not False
             and not config.is_assistant  # an assistant passes the same cache to a series of growing requests
             and config.cache_implementation in _SERVED_CACHES
-            and makes_dynamic_caches(self._model)
             and "mamba" not in type(self._model).__name__.lower()
         )
 
     def _taken(self, num_sequences: int, num_tokens: int, mode: str) -> Any:
         """An empty packed cache for a request, or None if the model or the mode does not allow it."""
-        if self._caches is None:
+        caches = self._caches
+        if caches is None:
             return None
+        if not makes_dynamic_caches(self._model):
+            return self._stop_serving("Transformers makes no cache with layers of keys and values for it")
         try:
-            cache = self._caches.take(num_sequences, num_tokens)
+            cache = caches.take(num_sequences, num_tokens)
         except PolicyError:
             raise
         except KVCompileError as error:
-            self._caches = None
-            report.note(f"generate() of this {type(self._model).__name__} runs without a packed cache: {error}")
-            return None
-        if not self._caches.has_packed_layers(cache):
-            self._caches = None
-        elif mode != _ASSISTED or can_crop(cache):
+            return self._stop_serving(str(error))
+        if not caches.has_packed_layers(cache):
+            return self._stop_serving(caches.why_not_packed(cache))
+        if mode != _ASSISTED or can_crop(cache):
             return cache
         return None
+
+    def _stop_serving(self, reason: str | None) -> None:
+        """Leave the caches of this and later requests to Transformers. The report says why if there is a ``reason``."""
+        self._caches = None
+        if reason is not None:
+            report.note(f"generate() of this {type(self._model).__name__} runs without a packed cache: {reason}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

@@ -41,6 +41,7 @@ from kvcompile.compat import (
 )
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic
+from kvcompile.compat.tracing import FakeTensorMode, fake_errors_unlogged
 from kvcompile.compat.transformers import promises_static_caches
 from kvcompile.kernels.lang.triton import triton
 
@@ -331,3 +332,15 @@ def test_triton_reads_whether_it_is_interpreted(value: str, monkeypatch: pytest.
     assert triton_names.is_interpreted() is (triton is not None and value == "1")
     monkeypatch.delattr(triton, "knobs", raising=False)
     assert triton_names.is_interpreted() is (triton is not None and value == "1")
+
+
+def test_an_error_on_fake_tensors_is_logged_unless_it_is_expected(caplog):
+    def fail():
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.ops.aten._grouped_mm(torch.ones(2, 2), torch.ones(2, 2))
+
+    with fake_errors_unlogged():
+        fail()
+    assert not caplog.records
+    fail()
+    assert "failed while attempting to run meta" in caplog.text
