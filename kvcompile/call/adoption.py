@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,10 +56,12 @@ def adopt(
             another tensor on its storage is alive, or a weak reference to the cache exists.
     """
     check_adoptable(plain, {(): (layout, axes)})
-    if shard is not None:
-        _swap(plain, PackedShard.from_dense(plain, layout, shard, axes))
-    else:
-        _swap(plain, packed_of(plain, layout, axes, growing=growing, num_written=num_written))
+    with _normal_tensors_for(plain):
+        if shard is not None:
+            packed: Tensor = PackedShard.from_dense(plain, layout, shard, axes)
+        else:
+            packed = packed_of(plain, layout, axes, growing=growing, num_written=num_written)
+    _swap(plain, packed)
     assert isinstance(plain, PackedSubclass)
     return plain
 
@@ -86,8 +89,10 @@ def adopt_stack(
         AdoptionError: as for :func:`adopt`.
     """
     check_adoptable(plain, parts, stacked_dims, num_ranges)
-    stack = PackedStack.from_dense(with_ranges(plain.detach(), num_ranges), parts, stacked_dims, num_written)
-    _swap(plain, PackedRanges.of(stack) if num_ranges else stack)
+    with _normal_tensors_for(plain):
+        stack = PackedStack.from_dense(with_ranges(plain.detach(), num_ranges), parts, stacked_dims, num_written)
+        packed = PackedRanges.of(stack) if num_ranges else stack
+    _swap(plain, packed)
     assert isinstance(plain, PackedStack)
     return plain
 
@@ -102,6 +107,20 @@ def check_adoptable(
         reason = reason or _why_not_packable(plain, shape_of_part(plain, dims, num_ranges), layout, axes)
     if reason is not None:
         raise _refusal(plain, reason)
+
+
+@contextlib.contextmanager
+def _normal_tensors_for(plain: Tensor) -> Iterator[None]:
+    """A ``with`` block that leaves ``inference_mode`` if ``plain`` was made outside of it.
+
+    Tensors that are made under ``inference_mode`` cannot be written in place outside of it. A cache that could be
+    written before its adoption can be written afterwards.
+    """
+    if not torch.is_inference_mode_enabled() or plain.is_inference():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _swap(plain: Tensor, packed: Tensor) -> None:

@@ -273,6 +273,12 @@ class InputAdoption:
             for adoption in _plain(args[index], parts, self._stacks.get(index), args)
         ]
 
+    def with_copies(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs of a call, with copies in place of those that :func:`adopt_all` would change."""
+        caches = self._caches.items()
+        plain = {index for index, parts in caches if _plain(args[index], parts, self._stacks.get(index), args)}
+        return [arg.clone() if index in plain else arg for index, arg in enumerate(args)]
+
 
 class AdoptingCall:
     """The compiled function that Dynamo calls: adopts plain caches, then runs the packed graph."""
@@ -288,6 +294,7 @@ class AdoptingCall:
         conceals: bool = False,
         shards: LocalShards | None = None,
         shard: ContextShard | None = None,
+        packs_copies: bool = False,
     ) -> None:
         """
         Args:
@@ -300,6 +307,7 @@ class AdoptingCall:
             conceals: whether AOTAutograd's wrapper unwraps tensor subclasses, so packed caches must be concealed.
             shards: the distributed parameters whose local shards the packed graph takes.
             shard: the tokens of every packed cache that this process keeps; None if it keeps all.
+            packs_copies: whether calls pack copies of plain caches, and leave the caller's own caches plain.
         """
         self._compiled = compiled
         self._stacks = stacks
@@ -311,6 +319,7 @@ class AdoptingCall:
         self._conceals = conceals
         self._shards = shards
         self._shard = shard
+        self._packs_copies = packs_copies
         self._places = [action.index for action in caches]
 
     def __call__(self, *args: Any) -> Any:
@@ -319,7 +328,7 @@ class AdoptingCall:
             guard.look(with_parts(args, self._stacks))
         if plain := self._inputs.plain_among(args):
             try:
-                self._adopt(plain)
+                args = self._with_packed(plain, args)
             except AdoptionError as error:
                 if self._shard is not None or self._fallback is None:
                     raise
@@ -346,22 +355,31 @@ class AdoptingCall:
             owners[id(cache.local)] = cache
         return [owners.get(id(result), result) for result in self._run(args)]
 
-    def _adopt(self, plain: Sequence[Adoption]) -> None:
-        if self._shard is None:
-            self._adopt_alone(plain)
+    def _with_packed(self, plain: Sequence[Adoption], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs of a call after the caches ``plain``, or copies of them, are packed."""
+        if self._packs_copies:
+            self._without_garbage(lambda: check_all(plain))
+            args = tuple(self._inputs.with_copies(args))
+            adopt_all(self._inputs.plain_among(args))
+        elif self._shard is None:
+            self._without_garbage(lambda: adopt_all(plain))
         else:  # if one rank fails, the other ranks would wait for it
-            together(self._shard, lambda: self._adopt_alone(plain))
+            together(self._shard, lambda: self._without_garbage(lambda: adopt_all(plain, self._shard)))
+        return args
 
-    def _adopt_alone(self, plain: Sequence[Adoption]) -> None:
+    def _without_garbage(self, work: Callable[[], None]) -> None:
+        """Do ``work``; if a cache cannot be adopted, collect garbage once and try again.
+
+        Garbage may hold a cache: after a graph break, Dynamo's first attempt at a frame is a reference cycle.
+        """
         try:
-            adopt_all(plain, self._shard)
+            work()
         except AdoptionError:
             if not self._collects_garbage:
                 raise
-            # Garbage may hold a cache: after a graph break, Dynamo's first attempt at a frame is a reference cycle.
             self._collects_garbage = False
             gc.collect()
-            adopt_all(plain, self._shard)
+            work()
 
 
 Parts = Mapping[PartIndex, InputAction]
@@ -399,13 +417,18 @@ def adopt_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> 
 
     With ``shard``, this process keeps only its share of the tokens of each cache. No cache is then a stack.
     """
-    for plain in caches:
-        check_adoptable(plain.tensor, plain.parts, plain.stacked_dims, plain.num_ranges)
+    check_all(caches)
     for plain in caches:
         if () in plain.parts:
             adopt(plain.tensor, *plain.parts[()], shard=shard, num_written=plain.num_written.get(()))
         else:
             adopt_stack(plain.tensor, plain.parts, plain.stacked_dims, plain.num_written, plain.num_ranges)
+
+
+def check_all(caches: Sequence[Adoption]) -> None:
+    """Raise the AdoptionError of :func:`adopt_all`."""
+    for plain in caches:
+        check_adoptable(plain.tensor, plain.parts, plain.stacked_dims, plain.num_ranges)
 
 
 def _data_of(packed: PackedTensor | PackedPool) -> Tensor:

@@ -68,7 +68,7 @@ class _NothingRewritten(GiveUp):
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions, generate_code: GenerateCode | None = None
 ) -> Callable[..., Any]:
-    """Compile Dynamo's graph. ``generate_code`` takes the place of Inductor."""
+    """Compile Dynamo's graph. ``generate_code`` takes the place of Inductor; calls then pack copies of plain caches."""
     compiler = GraphCompiler(gm, list(example_inputs), options, generate_code)
     try:
         with compiler.stages.compiling():
@@ -155,7 +155,7 @@ class GraphCompiler:
         # Return a method, because tools such as depyf look for the code object of the returned callable.
         return AdoptingCall(
             compiled, outcome.caches, outcome.stacks, fallback, graph, guard, self.conceals, self.shards,
-            self.options.shard,
+            self.options.shard, packs_copies=self.generate_code is not None,
         ).__call__  # fmt: skip
 
     def _storable(self, compiled: Any, outcome: Outcome, graph: report.GraphReport) -> StoredCall:

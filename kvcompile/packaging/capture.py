@@ -21,7 +21,7 @@ from kvcompile.errors import KVCompileError, PackageError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.packaging.launches import inline_operators, operators_in_python
 from kvcompile.packaging.signature import InputKind, StepInput, TensorType
-from kvcompile.passes.calling import Rewritten
+from kvcompile.passes.calling import InputAction, Rewritten
 from kvcompile.passes.graph.aten import replace_views_by_reshapes
 from kvcompile.passes.graph.names import in_words
 from kvcompile.passes.packing import Packing
@@ -90,7 +90,7 @@ class _CapturingBackend(ConfiguredBackend):
 def capture(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: PolicySpec) -> Captured:
     """The rewritten graph of ``model(*args, **kwargs)``. The call ends before it computes or changes anything.
 
-    Plain caches among the arguments, or in buffers of the model, are packed, as in the first call of a compiled model.
+    Copies of plain caches are packed, as the first call of a compiled model packs the caches themselves.
 
     Raises:
         UnsupportedSiteError: attention on a cache cannot be packed.
@@ -120,7 +120,7 @@ def capture(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         inline_operators(packing.gm, packing.rewritten)
     if operators := operators_in_python(packing.gm):
         raise PackageError(f"the step calls {operators[0]}, whose implementation is Python; torch.compile runs it")
-    constants = {one.data_ptr() for one in _tensors_of(model)}
+    constants = _constants_of(model)
     inputs = tuple(_input(packing, place, tensor, constants) for place, tensor in enumerate(tensors))
     found = {action.index: action.layout for action in packing.rewritten.inputs}
     layouts = {one.name: found[place] for place, one in enumerate(inputs) if one is not None and place in found}
@@ -153,7 +153,7 @@ def _by_name(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         kind = bound.signature.parameters[name].kind
         if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
             raise PackageError(
-                f"the model takes {name!r} by position only; wrap it in a function that names its arguments"
+                f"the model takes {name!r} by position only; wrap it in a module whose forward names its arguments"
             )
         named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     return named
@@ -183,27 +183,63 @@ def _check(rewritten: Rewritten, args: Sequence[Any]) -> None:
             raise PackageError(f"the step takes tensors on {args[0].device} and on {number.device}; use one device")
 
 
-def _tensors_of(model: Callable[..., Any]) -> list[Tensor]:
-    """The plain parameters and buffers of a module."""
-    if not isinstance(model, nn.Module):
-        return []
-    return [one for one in (*model.parameters(), *model.buffers()) if type(one) in (Tensor, nn.Parameter)]
+def _constants_of(model: Callable[..., Any]) -> set[int] | None:
+    """The addresses of the plain parameters and buffers of a module, or of the module whose method ``model`` is.
+
+    None for another function: a package of it has no constants.
+    """
+    module = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
+    if not isinstance(module, nn.Module):
+        return None
+    tensors = (*module.parameters(), *module.buffers())
+    return {one.data_ptr() for one in tensors if type(one) in (Tensor, nn.Parameter)}
 
 
-def _input(packing: Packing, place: int, tensor: Tensor, constants: set[int]) -> StepInput | None:
-    """The description of an input; None for a constant of the model that the step does not change."""
+_PREFIX = re.compile(r"^(?:kwargs\['(\w+)'\]|model\.__self__\.|model\.)")
+
+
+def _input(packing: Packing, place: int, tensor: Tensor, constants: set[int] | None) -> StepInput | None:
+    """The description of an input; None for a constant of the package."""
     assert packing.rewritten is not None
-    source = packing.inputs[place].source
-    name = re.sub(r"^(?:kwargs\['(\w+)'\]|model\.)", r"\1", in_words(source) or source)
-    type = TensorType.of(tensor)
+    full_name = in_words(packing.inputs[place].source) or packing.inputs[place].source
+    name, is_argument = _PREFIX.sub(r"\1", full_name), full_name.startswith("kwargs[")
     action = next((action for action in packing.rewritten.inputs if action.index == place), None)
     if action is not None:
-        layout = action.layout
-        num_tokens = (tensor.shape[0] - layout.header_blocks) * BLOCK_TOKENS
-        return StepInput(name, "cache", type, layout.format_name, layout.role, layout.head_dim, num_tokens)
+        return _cache(name, tensor, action, may_be_constant=constants is not None and not is_argument)
     kind: InputKind = "state" if is_mutated(packing.placeholders[place]) else "argument"
-    if kind == "argument" and tensor.data_ptr() in constants:
+    if kind == "argument" and constants is not None and tensor.data_ptr() in constants:
         return None
+    if kind == "argument" and constants is None and not is_argument:
+        raise PackageError(f"the step reads {name}, which is not an argument; package the module that holds it")
     if kind == "state" and tensor.any():
-        raise PackageError(f"{name} is not zero: a packaged step begins with zeros; package it with a fresh cache")
-    return StepInput(name, kind, type)
+        raise PackageError(f"{name} {_NOT_ZERO}")
+    return StepInput(name, kind, TensorType.of(tensor))
+
+
+_NOT_ZERO = "is not zero: a packaged step begins with zeros; package it with a fresh cache"
+
+
+def _cache(name: str, data: Tensor, action: InputAction, *, may_be_constant: bool) -> StepInput | None:
+    """The description of a cache with packed ``data``; None if it becomes a constant."""
+    layout = action.layout
+    if not _is_empty(data, layout):
+        is_read_only = action.kind == "read-only"
+        if is_read_only and may_be_constant:
+            return None
+        or_constant = ", or make it a constant: a buffer of the packaged module" if is_read_only else ""
+        raise PackageError(f"{name} {_NOT_ZERO}{or_constant}")
+    num_tokens = layout.token_blocks(data) * BLOCK_TOKENS
+    return StepInput(name, "cache", TensorType.of(data), layout.format_name, layout.role, layout.head_dim, num_tokens)
+
+
+def _is_empty(data: Tensor, layout: PackedLayout) -> bool:
+    """Whether a packed cache holds zeros only. In some formats the scale of a vector of zeros is not a zero byte."""
+    return not data.any() or not dequantized(data, layout).any()
+
+
+def dequantized(data: Tensor, layout: PackedLayout) -> Tensor:
+    """All vectors of a packed cache, float32 [batch, num_kv_heads, num_tokens, head_dim]."""
+    num_tokens = layout.token_blocks(data) * BLOCK_TOKENS
+    found = torch.ops.kvcompile.dequantize(data, num_tokens, torch.float32, layout.spec, layout.role, layout.head_dim)
+    assert isinstance(found, Tensor)
+    return found

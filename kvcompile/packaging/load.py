@@ -10,9 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from kvcompile.compat.inductor import aoti_load_metadata, aoti_load_package
-from kvcompile.errors import PackageError, did_you_mean, one_line
+from kvcompile.errors import PackageError, cut, did_you_mean, one_line
 from kvcompile.packaging.launches import load_operator
 from kvcompile.packaging.signature import Signature, StepInput, TensorType
+
+_FAILURES = ("out of bounds", "API call failed")
+"""Texts in the error of a package whose index is out of bounds. PyTorch 2.11 has the second, which hides the cause."""
 
 
 class PackagedStep:
@@ -48,14 +51,27 @@ class PackagedStep:
             The outputs, such as the logits.
 
         Raises:
-            PackageError: a tensor is missing, unknown, or has another dtype, shape or device.
+            PackageError: a tensor is missing, unknown, or has another dtype, shape or device; or the code failed,
+                usually because of a position past the end of a cache. AOTInductor also prints a trace then.
         """
         given = {**caches, **arguments}
         known = {one.name for one in self.signature.inputs}
         for name in given:
             if name not in known:
                 raise PackageError(f"{self.path.name} has no input {name!r}{did_you_mean(name, known)}")
-        return list(self._loaded(*(self._checked(one, given.get(one.name)) for one in self.signature.inputs)))
+        inputs = [self._checked(one, given.get(one.name)) for one in self.signature.inputs]
+        try:
+            return list(self._loaded(*inputs))
+        except RuntimeError as error:
+            if not any(text in str(error) for text in _FAILURES):
+                raise
+            raise PackageError(self._explained(error)) from None  # the error has a trace of the C++ stack
+
+    def _explained(self, error: RuntimeError) -> str:
+        sizes = sorted({one.num_tokens for one in self.signature.of_kind("cache")})
+        cause, _, _ = str(error).partition("\n")
+        hold = f", which hold {' or '.join(map(str, sizes))} tokens" if sizes else ""
+        return f"{self.path.name} failed: {cut(cause)}; the usual cause is a position past the end of its caches{hold}"
 
     def _checked(self, one: StepInput, tensor: Tensor | None) -> Tensor:
         """``tensor``, after a check of its type. The compiled code does not check it."""

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from kvcompile.compat.inductor import aoti_compile_and_package
 from kvcompile.errors import PackageError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
-from kvcompile.packaging.capture import Captured, capture
+from kvcompile.packaging.capture import Captured, capture, dequantized
 from kvcompile.packaging.launches import operators_in_python, pass_masks_as_they_are, tracing_launches
 from kvcompile.packaging.load import PackagedStep, load_package
 from kvcompile.packaging.signature import Signature, TensorType
@@ -48,8 +48,10 @@ def package(
     steps.
 
     Args:
-        model: a module or a function, on a CPU or an NVIDIA GPU. Its caches have a fixed size: buffers of the module,
-            or arguments, such as :func:`kvcompile.static_cache`. They must be empty, and nothing runs on them here.
+        model: a module, a method of a module, or a function that reads only its arguments, on a CPU or an NVIDIA GPU.
+            Its caches have a fixed size: buffers of the module, or arguments, such as :func:`kvcompile.static_cache`.
+            They must be empty, and stay as they are. A cache of the module that the step only reads may have content;
+            it is then a constant of the package.
         args: the arguments of one step by position.
         kwargs: the arguments of one step by name.
         policy: preset name, path, dict or Policy; the default policy if it is None.
@@ -159,7 +161,8 @@ def _check(step: _Step, made: PackagedStep) -> None:
 def _begin_again_if_full(step: _Step, states: list[dict[str, Tensor]]) -> None:
     """Set the lengths of caches to zero if the caches have no room for as many tokens again."""
     own = states[0]
-    capacity = min(layout.token_blocks(own[name]) * BLOCK_TOKENS for name, layout in step.layouts.items())
+    sizes = (layout.token_blocks(own[name]) * BLOCK_TOKENS for name, layout in step.layouts.items())
+    capacity = min(sizes, default=0)
     lengths = [name for name in own if name not in step.layouts]
     if any(2 * own[name].max().item() > capacity for name in lengths):
         for state in states:
@@ -171,12 +174,7 @@ def _is_near(state: Tensor, right: Tensor, layout: PackedLayout | None) -> bool:
     """Whether states are equal, and the vectors of caches nearly equal."""
     if layout is None:
         return torch.equal(state, right)
-    num_tokens = layout.token_blocks(state) * BLOCK_TOKENS
-    found, wanted = (
-        torch.ops.kvcompile.dequantize(one, num_tokens, torch.float32, layout.spec, layout.role, layout.head_dim)
-        for one in (state, right)
-    )
-    return _relative_error(found, wanted) <= MAX_ROUNDING_ERROR
+    return _relative_error(dequantized(state, layout), dequantized(right, layout)) <= MAX_ROUNDING_ERROR
 
 
 def _relative_error(found: Tensor, right: Tensor) -> float:

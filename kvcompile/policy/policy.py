@@ -207,8 +207,9 @@ class Policy(Strict):
         prefill: how attention of more than 16 queries reads the tokens that its own call writes: in full precision
             (``exact``), or in stored, quantized form (``packed``). Tokens of earlier calls are always read from the
             packed cache. With ``packed``, the results do not depend on how a prompt is divided into calls. Attention
-            reads new tokens in stored form in every case if ranks split the tokens, if a format is calibrated, and for
-            the formats of DeepSeek's latents.
+            reads new tokens in stored form in every case if ranks split the tokens, if a format is calibrated, if the
+            cache holds latents, and if the step computes keys from the cache (pre-RoPE keys, normalised keys). If a
+            call writes its prompt in two pieces, it reads the first piece in stored form.
         on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
             and ``ignore`` the site compiles as under plain Inductor.
         key_outliers: the reaction to outlier channels of keys, which leave few bits for the other channels: nothing

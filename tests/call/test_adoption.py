@@ -10,7 +10,8 @@ import torch
 from packed_caches import HEAD_DIM, INT8, assert_same, every_layout, every_order, quantized, shape_of, values
 
 from kvcompile import last_report
-from kvcompile.call.adoption import AdoptionError, adopt
+from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack
+from kvcompile.kernels.layout.axes import BLOCK_AXES
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.memory import cache_nbytes
 from kvcompile.packed.tensor import PackedTensor
@@ -59,6 +60,29 @@ def test_a_cache_made_in_inference_mode_is_adopted():
         cache = values(*shape_of("bhtd", 70))
         expected = quantized(cache, INT8)
         assert_same(adopt(cache, INT8), expected)
+
+
+ADOPTED = {
+    "a cache": ((2, 3, 70, HEAD_DIM), lambda cache: adopt(cache, INT8)),
+    "a growing cache": ((2, 3, 70, HEAD_DIM), lambda cache: adopt(cache, INT8, growing=True)),
+    "a pool": ((5, 16, 3, HEAD_DIM), lambda cache: adopt(cache, INT8, BLOCK_AXES[0])),
+    "a stack": ((2, 2, 3, 70, HEAD_DIM), lambda cache: adopt_stack(cache, {(0,): (INT8, "bhtd")})),
+    "ranges": ((2, 3, 70, 2 * HEAD_DIM), lambda cache: adopt_stack(cache, {(0,): (INT8, "bhtd")}, [3], num_ranges=2)),
+}
+
+
+@pytest.mark.parametrize(("shape", "packed"), ADOPTED.values(), ids=ADOPTED.keys())
+@pytest.mark.parametrize(
+    ("made", "adopted"), [(torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.no_grad)]
+)
+def test_a_cache_can_be_written_without_inference_mode_if_it_was_made_or_adopted_without(made, adopted, shape, packed):
+    with made():
+        cache = torch.ones(shape)
+    with adopted():
+        packed(cache)
+    with torch.no_grad():
+        cache.zero_()
+        assert not cache.dequantize().any()
 
 
 def test_an_adopted_growing_cache_appends_in_place():

@@ -22,6 +22,7 @@ from torch._inductor import config as inductor_config
 import kvcompile
 from kvcompile import PackagedStep, PackageError, PackedTensor, UnsupportedSiteError
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packaging.capture import Captured, capture
 from kvcompile.packaging.signature import Signature, StepInput, TensorType
 
 PROMPT = [3, 141, 59, 26]
@@ -47,6 +48,17 @@ def greedy_tokens(step: Callable[..., Tensor], num_tokens: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
+def packed_transformer() -> torch.nn.Module:
+    """The model with caches that are packed from the start."""
+    model = tiny_transformer()
+    for attention in (layer.attention for layer in model.layers):
+        for name, role in (("k_cache", "key"), ("v_cache", "value")):
+            cache = getattr(attention, name)
+            layout = PackedLayout("int8_per_token_head", role, cache.shape[-1])
+            setattr(attention, name, PackedTensor.from_dense(cache, layout))
+    return model
+
+
 CHEAPER = {
     "aot_inductor.compile_wrapper_opt_level": "O0",
     "aot_inductor.precompile_headers": False,
@@ -64,13 +76,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> PackagedStep:
 
 def test_a_package_generates_the_tokens_of_the_model_on_packed_caches(step: PackagedStep) -> None:
     """Eager code on packed caches needs no second compilation; slow tests compare with the compiled model."""
-    model = tiny_transformer()
-    for attention in (layer.attention for layer in model.layers):
-        for name, role in (("k_cache", "key"), ("v_cache", "value")):
-            cache = getattr(attention, name)
-            layout = PackedLayout("int8_per_token_head", role, cache.shape[-1])
-            setattr(attention, name, PackedTensor.from_dense(cache, layout))
-    assert generate(step, PROMPT, 12) == greedy_tokens(model, 12)
+    assert generate(step, PROMPT, 12) == greedy_tokens(packed_transformer(), 12)
 
 
 def test_its_metadata_describe_every_input(step: PackagedStep) -> None:
@@ -108,7 +114,7 @@ def test_a_wrong_tensor_is_an_error_and_changes_nothing(step: PackagedStep) -> N
 
 def test_a_position_behind_the_end_of_the_cache_is_an_error(step: PackagedStep) -> None:
     token, _ = one_token(0)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(PackageError, match=r"step.pt2 failed: .* past the end of its caches, which hold 512 tokens"):
         step({"tokens": token, "input_pos": torch.tensor([512])}, step.new_caches())
 
 
@@ -170,6 +176,96 @@ def test_a_cache_that_cannot_be_packed_is_an_error_that_says_why(tmp_path: Path)
     with pytest.raises(PackageError, match=r"cannot be packaged: .*a view of it, or another tensor"):
         kvcompile.package(model, one_token(0), path=tmp_path / "step.pt2")
     assert not view.any()
+
+
+def test_packaging_leaves_the_caches_of_the_caller_as_they_are() -> None:
+    model = tiny_transformer()
+    cache = model.layers[0].attention.k_cache
+    address = cache.data_ptr()
+    capture(model, one_token(0), {}, "int8_per_token_head")
+    assert model.layers[0].attention.k_cache is cache
+    assert type(cache) is Tensor
+    assert cache.data_ptr() == address
+
+
+@pytest.mark.parametrize("make", [tiny_transformer, packed_transformer])
+def test_a_cache_with_content_is_an_error_and_keeps_it(make: Callable[[], Any], tmp_path: Path) -> None:
+    model = make()
+    cache = model.layers[0].attention.v_cache
+    with torch.no_grad():
+        cache[:, :, 3] = 1
+    with pytest.raises(PackageError, match=r"layers\[0\].attention.v_cache is not zero: .* with a fresh cache"):
+        kvcompile.package(model, one_token(0), policy="int8_per_token_head", path=tmp_path / "step.pt2")
+    assert cache[0, 0, 3, 0] == 1
+
+
+def test_a_cache_that_was_packed_while_it_was_empty_is_accepted() -> None:
+    model = packed_transformer()
+    assert model.layers[0].attention.k_cache.packed.any()  # the scale of a vector of zeros
+    captured = capture(model, one_token(0), {}, "int8_per_token_head")
+    assert kinds(captured)["layers[0].attention.k_cache"] == "cache"
+
+
+def kinds(captured: Captured) -> dict[str, str]:
+    """The kinds of all inputs that are not constants, by name."""
+    return {one.name: one.kind for one in captured.inputs if one is not None}
+
+
+class CrossAttention(torch.nn.Module):
+    """Attention on precomputed keys and values, which the step only reads."""
+
+    def __init__(self, values_of: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("keys", values_of(1, 2, 64, 32))
+        self.register_buffer("values", values_of(1, 2, 64, 32))
+        kvcompile.pack_(self)
+
+    def forward(self, q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, self.keys, self.values)
+
+
+QUERY = torch.ones(1, 2, 1, 32)
+
+
+def test_a_cache_of_the_module_that_the_step_only_reads_is_a_constant_unless_it_is_empty() -> None:
+    filled = capture(CrossAttention(torch.randn), [QUERY], {}, "float32")
+    assert kinds(filled) == {"q": "argument"}
+    empty = capture(CrossAttention(torch.zeros), [QUERY], {}, "float32")
+    assert kinds(empty) == {"q": "argument", "keys": "cache", "values": "cache"}
+
+
+@pytest.mark.slow
+@inductor_config.patch(CHEAPER)
+def test_a_package_attends_to_a_cache_that_is_a_constant(tmp_path: Path) -> None:
+    model = CrossAttention(torch.randn)
+    expected = model(QUERY)
+    step = kvcompile.package(model, [QUERY], policy="float32", path=tmp_path / "step.pt2")
+    assert step.new_caches() == {}
+    torch.testing.assert_close(step({"q": QUERY}, {})[0], expected)
+
+
+def test_a_cache_among_the_arguments_that_the_step_only_reads_must_be_empty(tmp_path: Path) -> None:
+    def step(q: Tensor, encoded: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, encoded.keys, encoded.values)
+
+    with pytest.raises(PackageError, match=r"encoded.keys is not zero: .* or make it a constant: a buffer of the"):
+        kvcompile.package(step, (QUERY, CrossAttention(torch.randn)), policy="float32", path=tmp_path / "step.pt2")
+
+
+def test_the_weights_of_a_packaged_method_are_constants() -> None:
+    model = tiny_transformer()
+    of_method, of_module = (capture(one, one_token(0), {}, "int8_per_token_head") for one in (model.forward, model))
+    assert kinds(of_method) == kinds(of_module)
+
+
+def test_a_function_that_reads_weights_of_its_surroundings_is_an_error(tmp_path: Path) -> None:
+    model = tiny_transformer()
+
+    def step(tokens: Tensor, input_pos: Tensor) -> Any:
+        return model(tokens, input_pos)
+
+    with pytest.raises(PackageError, match=r"reads .*weight.*, which is not an argument; package the module that"):
+        kvcompile.package(step, one_token(0), path=tmp_path / "step.pt2")
 
 
 def test_calibrated_formats_are_an_error(tmp_path: Path) -> None:

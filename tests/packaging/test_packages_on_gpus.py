@@ -97,6 +97,28 @@ def test_packages_of_a_prompt_and_of_a_token_share_their_caches(tmp_path: Path) 
             new, step = expected[:, -1:].argmax(-1).contiguous(), token
 
 
+class CrossAttention(torch.nn.Module):
+    """Attention on precomputed keys and values, which the step only reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.randn(1, 2, 192, 64, device="cuda"))
+        self.register_buffer("values", torch.randn(1, 2, 192, 64, device="cuda"))
+        kvcompile.pack_(self)
+
+    def forward(self, q: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, self.keys, self.values)
+
+
+def test_a_package_attends_to_a_cache_that_is_a_constant(tmp_path: Path) -> None:
+    model, q = CrossAttention(), torch.randn(1, 2, 1, 64, device="cuda")
+    expected = model(q)
+    step = kvcompile.package(model, [q], policy="int8_per_token_head", path=tmp_path / "step.pt2")
+    assert step.new_caches() == {}
+    (out,) = step({"q": q}, {})
+    assert (out - expected).norm() < 2e-2 * expected.norm()
+
+
 def test_the_operator_launches_the_kernels_that_python_launches() -> None:
     def call() -> tuple[Tensor, ...]:
         torch.manual_seed(0)
