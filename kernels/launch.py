@@ -24,7 +24,7 @@ from kvcompile.kernels.lang.launcher import Launcher, ceil_div, exact_precision,
 from kvcompile.kernels.lang.triton import tl
 from kvcompile.kernels.latent.launch import attend_latents, config_of, operand_of, store_latents
 from kvcompile.kernels.latent.tiles import LatentOperand
-from kvcompile.kernels.layout.operand import PackedOperand, operand_and_scale, packed_operand
+from kvcompile.kernels.layout.operand import PackedOperand, in_pieces, operand_and_scale, packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.kernels.layout.references import is_reference, strides_of
 from kvcompile.kernels.spec.key_factors import KeyFactors
@@ -121,7 +121,11 @@ def attention(
         if decode is None:
             raise ValueError(f"kvcompile::attention: no kernel on this device takes key_factors for {k_format}")
     else:
-        decode = None if is_latent or is_prefill(call) else _decode_config(call)
+        decode = None
+        if not is_latent and not is_prefill(call):
+            decode_call = _in_pieces(call)
+            decode = _decode_config(decode_call)
+            call = call if decode is None else decode_call
     if decode is not None:
         partial, lse, splits = _attend_decode(call, out, decode, with_lse=with_lse)
     else:
@@ -220,6 +224,11 @@ def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tupl
     programs = call.query.shape[0] * call.k_data.shape[2] * ceil_div(rows, config.rows)
     splits = num_splits(config, programs, call.kv_len, launcher.num_sms_of(call.query.device))
     return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
+
+
+def _in_pieces(call: AttentionCall) -> AttentionCall:
+    """The call with descriptions of its caches for decode attention. One tensor of keys and values stays whole."""
+    return call if call.value is call.key else call._replace(key=in_pieces(call.key), value=in_pieces(call.value))
 
 
 def _decode_config(call: AttentionCall) -> AttentionConfig | None:

@@ -28,6 +28,7 @@ class AttentionConfig:
         max_registers: most registers of a thread; None leaves the number to the compiler.
         programs_per_sm: programs for each streaming multiprocessor, which determine the number of splits. A
             multiprocessor has room for at least this many at once.
+        least_tiles: tiles of a split that pay for a second warp per scheduler. Shorter splits become half as many.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class AttentionConfig:
     num_stages: int = 2
     max_registers: int | None = None
     programs_per_sm: int = 2
+    least_tiles: int = 0
 
     @functools.cached_property
     def options(self) -> dict[str, int]:
@@ -54,9 +56,9 @@ DECODE = {
     (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, programs_per_sm=2),
     (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
-    (9, 4, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4),
-    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4),
-    (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4),
+    (9, 4, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4, least_tiles=8),
+    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4, least_tiles=8),
+    (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4, least_tiles=8),
     (8, 8, 8): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),
     (8, 8, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
     (8, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
@@ -84,8 +86,8 @@ DECODE_UNEQUAL = {9: AttentionConfig(8, 64, num_warps=2, num_stages=2, max_regis
 # eight warps leave room for the kernel that merges the splits.
 DECODE_DIGITS = {
     (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
-    (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=7),
-    (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=8),
+    (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=7, least_tiles=8),
+    (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=8, least_tiles=8),
 }
 # Like DECODE_DIGITS, for multiprocessors with less than NARROW bytes per second each. There one warp per scheduler is
 # fast enough for codes of 2 and 3 bits, too.
@@ -105,7 +107,11 @@ RESERVED_NBYTES = 1 << 10
 """Shared memory that a multiprocessor reserves for each program."""
 
 SPLITS_IN_ROUNDS = 5
-"""The most splits if not all programs run at once. On an H200 more splits were not faster."""
+"""The splits if not all programs run at once, and the last round would not be full. More were not faster (H200)."""
+MOST_ROUNDS = 8
+"""The most rounds of whole sequences that are split. After more rounds the last one hardly matters."""
+TILES_OF_ROUND = 8
+"""The least tiles of such a split: a program also has to prepare its query, and the splits must be merged."""
 
 PORTABLE = AttentionConfig(8, 64)
 FACTORS = AttentionConfig(8, 64, num_stages=2)
@@ -305,10 +311,11 @@ def _of_two_warps(config: AttentionConfig) -> AttentionConfig:
 def _with_twice_the_programs(config: AttentionConfig, multiprocessor: Multiprocessor) -> AttentionConfig:
     """The configuration for fewer than 128 channels: up to twice the programs, if registers suffice.
 
-    A tile of fewer channels takes almost as many instructions. More warps must share a scheduler to hide their latency.
+    A tile of fewer channels takes almost as many instructions. More warps must share a scheduler to hide their latency,
+    also in short splits.
     """
     most = max(config.programs_per_sm, _programs_by_registers(config, multiprocessor))
-    return replace(config, programs_per_sm=min(2 * config.programs_per_sm, most))
+    return replace(config, programs_per_sm=min(2 * config.programs_per_sm, most), least_tiles=0)
 
 
 def _programs_by_registers(config: AttentionConfig, multiprocessor: Multiprocessor) -> int:
@@ -390,9 +397,9 @@ def latent_config(
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
     """The number of splits of the tokens that should take the least time. Every split has a tile.
 
-    If all programs can run at once, they run in one round. Otherwise the last round may have few programs: 1.2 rounds
-    of whole sequences take almost as long as two. More splits make rounds shorter, so that less of the device is idle
-    in the last one: 3 splits make 3.6 rounds of a third of the length.
+    If two splits of every sequence can run at once, all programs run in one round. Otherwise the last round may have
+    few programs: 1.2 rounds of whole sequences take almost as long as two. More splits make rounds shorter, so that
+    less of the device is idle in the last one: 5 splits make 6 rounds of a fifth of the length.
 
     Args:
         config: the configuration of the kernel.
@@ -402,10 +409,12 @@ def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int
     """
     tiles = max(1, ceil_div(kv_len, config.tokens))
     room = config.programs_per_sm * num_sms
-    fixed = 2 + config.rows / 16  # tiles that take as long as the begin and the end of a program
-
-    def time(splits: int) -> float:
-        return ceil_div(programs * splits, room) * (ceil_div(tiles, splits) + fixed)
-
-    splits = min((*range(1, SPLITS_IN_ROUNDS + 1), max(1, room // programs)), key=time)
+    if 2 * programs <= room:
+        splits = room // programs
+        if tiles < config.least_tiles * splits:
+            splits = max(1, splits // 2)  # one warp per scheduler instead of two
+    elif programs > MOST_ROUNDS * room or -programs % room <= room // 10:  # the last round is almost full
+        splits = 1
+    else:
+        splits = max(1, min(SPLITS_IN_ROUNDS, tiles // TILES_OF_ROUND))
     return ceil_div(tiles, ceil_div(tiles, splits))

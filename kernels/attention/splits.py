@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvcompile.compat.triton_names import gdc_wait
 from kvcompile.kernels.attention.query import first_columns
 from kvcompile.kernels.attention.softmax_tile import store_log_sum, weighs_scales
+from kvcompile.kernels.lang.planes import channels_of_plane
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.tiles.rotation import unrotate
 from kvcompile.kernels.tiles.visible_range import num_visible_tiles
@@ -52,9 +53,9 @@ def store_output(
             total_log2 += scale_maximum
         store_log_sum(lse_ptr, out_row, maximum, total_log2, seen, in_query)
     zero = tl.sum(tl.sum(zero_sum, 0), 0)[None, :]
-    column = tl.arange(0, VALUE.padded_width)[:, None]
-    in_bounds = in_query[None, :] & (column < VALUE.width)
-    out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + column
+    channel, exists = channels_of_plane(tl.arange(0, VALUE.padded_width), VALUE)
+    in_bounds = in_query[None, :] & exists[:, None]
+    out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + channel[:, None]
     NUM_PLANES: tl.constexpr = VALUE.num_planes
     for plane in tl.static_range(NUM_PLANES):
         out = (first_columns(accs[plane], inverse.shape[0]) * VALUE.gains[plane] + zero) * inverse[None, :]

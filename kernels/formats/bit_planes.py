@@ -93,6 +93,14 @@ class Packing:
         """Whether all planes have equally many bits per channel."""
         return all(planes == self.num_planes for planes in self.high)
 
+    @property
+    def pieces_of_tiles(self) -> tuple[tuple[int, ...], ...]:
+        """The pieces in each tile that kernels may load: in a tile of a whole plane, then in a tile of one piece.
+
+        Without a high section that has a bit of every plane, kernels only load whole planes: ``((),)``.
+        """
+        return ((0, 1), (0,), (1,)) if self.high == (self.num_planes,) else ((),)
+
     def plane_bits(self, plane: int) -> int:
         """Bits per channel of the plane with number ``plane``."""
         return self.low_bits + sum(plane < planes for planes in self.high)

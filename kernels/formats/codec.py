@@ -33,9 +33,10 @@ class Codec:
     Attributes:
         encode: makes codes, scales and zero points from vectors.
         levels: makes levels from codes.
-        unpack_ptx: PTX that makes fp16 numbers from packed bytes, by the least major compute capability that runs it.
+        unpack_ptx: PTX that makes fp16 numbers from packed bytes, by the least major compute capability that runs it: a
+            text for each way to load a tile (:attr:`~kvcompile.kernels.formats.bit_planes.Packing.pieces_of_tiles`).
         unpack_gains: the ratio of levels to these fp16 numbers, a power of two for each plane; empty if both are equal.
-        integers_ptx: PTX that makes 8-bit integers from packed bytes; None if levels are not integers plus an offset.
+        integers_ptx: texts like these that make 8-bit integers; None if levels are not integers plus an offset.
         integer_offset: the level minus this integer.
         interleaved: whether integers come in the order of :func:`kvcompile.kernels.attention.query.interleaved`.
         paired: whether ``encode`` returns pairs of codes.
@@ -44,9 +45,9 @@ class Codec:
 
     encode: Any
     levels: Any
-    unpack_ptx: dict[int, str] = field(default_factory=dict)
+    unpack_ptx: dict[int, tuple[str, ...]] = field(default_factory=dict)
     unpack_gains: tuple[float, ...] = ()
-    integers_ptx: str | None = None
+    integers_ptx: tuple[str, ...] | None = None
     integer_offset: float = 0.0
     interleaved: bool = False
     paired: bool = False

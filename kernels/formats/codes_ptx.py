@@ -11,12 +11,12 @@ from __future__ import annotations
 from kvcompile.kernels.formats.lookup_ptx import function_of, nibbles_of
 
 
-def halves_of_codes(bits: int) -> tuple[str, tuple[float, ...]]:
+def halves_of_codes(bits: int, pieces: tuple[int, ...]) -> tuple[str, tuple[float, ...]]:
     """PTX that makes fp16 numbers, two registers for each plane, from registers of four bytes.
 
     Args:
-        bits: bits of a code: 2, 3 or 4. With 3 bits the operands are the same as in
-            :func:`kvcompile.kernels.formats.lookup_ptx.lookup_integers` with high bits.
+        bits: bits of a code: 2, 3 or 4.
+        pieces: as in :func:`kvcompile.kernels.formats.lookup_ptx.lookup_integers`.
 
     Returns:
         The text, and for each plane the factor from these numbers to codes.
@@ -25,7 +25,7 @@ def halves_of_codes(bits: int) -> tuple[str, tuple[float, ...]]:
     lines: list[str] = []
     registers, planes = [f"${2 * num_planes}"], [range(num_planes)]
     if bits == 3:
-        lines, registers = nibbles_of(num_planes, has_high=True, num_outputs=2 * num_planes)
+        lines, registers = nibbles_of(num_planes, pieces, num_outputs=2 * num_planes)
         planes = [range(0, num_planes, 2), range(1, num_planes, 2)]
     gains = [0.0] * num_planes
     for register, planes_of_register in zip(registers, planes, strict=True):

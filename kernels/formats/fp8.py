@@ -144,9 +144,11 @@ class Fp8(Format):
             steps_per_unit=2.0 ** (bias - 1 + mantissa_bits),
         )  # fmt: skip
         if dtype is torch.float8_e4m3fn:
-            self.codec = Codec(_encode, _levels_e4m3, {0: SHIFT_E4M3_PTX, 9: CONVERT_E4M3_PTX}, constants=constants)
+            self.codec = Codec(
+                _encode, _levels_e4m3, {0: (SHIFT_E4M3_PTX,), 9: (CONVERT_E4M3_PTX,)}, constants=constants
+            )
         else:
-            self.codec = Codec(_encode, _levels_e5m2, {0: SHIFT_E5M2_PTX}, constants=constants)
+            self.codec = Codec(_encode, _levels_e5m2, {0: (SHIFT_E5M2_PTX,)}, constants=constants)
 
     def with_static_scale(self, scale: float) -> Fp8:
         """This format with the static scale ``scale``, rounded to float32; the format must store no scales.

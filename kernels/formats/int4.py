@@ -69,8 +69,9 @@ class AsymmetricInt(Format):
         self.rotated = rotated
         self.max_code = 2**bits - 1
         constants = SimpleNamespace(max_code=float(self.max_code), saturation=SATURATION)
-        unpack_ptx, gains = halves_of_codes(bits)
-        integers_ptx = integers_of_nibbles() if bits == 4 else None
+        texts = [halves_of_codes(bits, pieces) for pieces in self.packing.pieces_of_tiles]
+        unpack_ptx, (gains, *_) = zip(*texts, strict=True)
+        integers_ptx = (integers_of_nibbles(),) if bits == 4 else None
         self.codec = Codec(_encode, _levels, {0: unpack_ptx}, gains, integers_ptx, constants=constants)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -54,7 +54,7 @@ class Int8(Format):
     """An int8 format; ``group_size`` channels share a scale if ``granularity`` is ``group``."""
 
     packing = Packing()
-    codec = Codec(_encode, _levels, {0: UNPACK_PTX}, constants=SimpleNamespace(saturation=SATURATION))
+    codec = Codec(_encode, _levels, {0: (UNPACK_PTX,)}, constants=SimpleNamespace(saturation=SATURATION))
 
     def __init__(self, name: str, granularity: Granularity, group_size: int = 0) -> None:
         self.name = name

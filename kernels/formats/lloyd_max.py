@@ -192,7 +192,7 @@ class LloydMax(Format):
             nan=SCALE_OF_NAN,
         )  # fmt: skip
         levels = [self.levels(torch.arange(1 << width, dtype=torch.uint8), i).tolist() for i, width in enumerate(bits)]
-        self.codec = Codec(_encode, _levels, {0: halves_of_words(packing, levels)}, constants=constants)
+        self.codec = Codec(_encode, _levels, {0: (halves_of_words(packing, levels),)}, constants=constants)
 
     @classmethod
     def parse(cls, name: str) -> LloydMax:

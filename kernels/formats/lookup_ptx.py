@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from kvcompile.kernels.formats.bit_planes import Packing
 
 
-def lookup_integers(levels: Sequence[float], has_high: bool) -> str:
+def lookup_integers(levels: Sequence[float], pieces: tuple[int, ...]) -> str:
     """PTX that looks up int8 numbers, a register for each plane, from registers of four bytes.
 
     The results are $0 and $1 for codes of four bits, else $0 to $3, in the order of
@@ -25,12 +25,12 @@ def lookup_integers(levels: Sequence[float], has_high: bool) -> str:
     Args:
         levels: the levels of codes 0, 1, ...: 4, 8 or 16 odd multiples of one half. The second half of 16 levels are
             the negatives of the first half.
-        has_high: whether there is a section of high bits. The operands are then the low bits, the high bits of the
-            first piece (bits 0, 2, 4, 6 of a byte) and the high bits of the second piece (bits 1, 3, 5, 7). The high
-            bits of a piece are 0 in the columns of the other piece.
+        pieces: the pieces of the tile, 0 and 1; empty without a section of high bits. The operands are the low bits,
+            and high bits for each piece: bits 0, 2, 4 and 6 of a byte for piece 0, and the others for piece 1. If there
+            are two pieces, the high bits of a piece are 0 in the columns of the other piece.
     """
     num_planes = _num_planes(levels)
-    lines, nibbles = nibbles_of(num_planes, has_high, num_outputs=num_planes)
+    lines, nibbles = nibbles_of(num_planes, pieces, num_outputs=num_planes)
     tables = _tables("integer", [math.floor(level) for level in levels])
     for i, register in enumerate(nibbles):
         lines += _index(register, levels)
@@ -41,14 +41,14 @@ def lookup_integers(levels: Sequence[float], has_high: bool) -> str:
     return function_of(lines, tables)
 
 
-def lookup_halves(levels: Sequence[float], has_high: bool) -> str:
+def lookup_halves(levels: Sequence[float], pieces: tuple[int, ...]) -> str:
     """PTX that looks up fp16 numbers, two registers for each plane, from registers of four bytes.
 
     The results are $0 to $3 for codes of four bits, else $0 to $7. Arguments are the same as in
     :func:`lookup_integers`, but levels may be any numbers that are exact in fp16.
     """
     num_planes = _num_planes(levels)
-    lines, nibbles = nibbles_of(num_planes, has_high, num_outputs=2 * num_planes)
+    lines, nibbles = nibbles_of(num_planes, pieces, num_outputs=2 * num_planes)
     tables: dict[str, str] = {}
     for i, register in enumerate(nibbles):
         lines += _halves(register, levels, (i, i + num_planes // 2), "", tables)
@@ -135,7 +135,7 @@ def _num_planes(levels: Sequence[float]) -> int:
     return 2 if len(levels) == 16 else 4
 
 
-def nibbles_of(num_planes: int, has_high: bool, num_outputs: int) -> tuple[list[str], list[str]]:
+def nibbles_of(num_planes: int, pieces: tuple[int, ...], num_outputs: int) -> tuple[list[str], list[str]]:
     """PTX that puts codes into the nibbles of registers, and the names of these registers.
 
     The nibbles of register ``i`` hold the codes of planes ``i`` and ``i + num_planes // 2``.
@@ -144,14 +144,21 @@ def nibbles_of(num_planes: int, has_high: bool, num_outputs: int) -> tuple[list[
     if num_planes == 2:
         return [], [codes]
     names = ["nibbles0", "nibbles1"]
-    if not has_high:
+    if not pieces:
         shift = f"shr.u32 nibbles1, {codes}, 2;"
         return [f"and.b32 nibbles0, {codes}, 0x33333333;", shift, "and.b32 nibbles1, nibbles1, 0x33333333;"], names
-    first, second = f"${num_outputs + 1}", f"${num_outputs + 2}"
+    high = f"${num_outputs + 1}"
+    # The bit of plane p is at 2 * p, for either piece. All other bits are cleared: a nibble's fourth bit stays 0.
+    bits = {
+        (0,): [f"and.b32 bits, {high}, 0x55555555;"],
+        (1,): [f"shr.u32 bits, {high}, 1;", "and.b32 bits, bits, 0x55555555;"],
+        (0, 1): [
+            f"shr.u32 bits, ${num_outputs + 2}, 1;",
+            f"lop3.b32 bits, {high}, bits, 0x55555555, 0xa8;",  # (high | bits) & 0x55...
+        ],
+    }
     return [
-        # The bit of plane p is at 2 * p, for either piece. All other bits are cleared: a nibble's fourth bit stays 0.
-        f"shr.u32 bits, {second}, 1;",
-        f"lop3.b32 bits, {first}, bits, 0x55555555, 0xa8;",  # (first | bits) & 0x55...
+        *bits[pieces],
         "shl.b32 shifted, bits, 2;",
         f"lop3.b32 nibbles0, {codes}, shifted, 0x33333333, 0xe4;",  # codes & 0x33... | shifted & ~0x33...
         f"shr.u32 shifted, {codes}, 2;",

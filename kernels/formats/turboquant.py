@@ -166,11 +166,12 @@ class TurboQuant(Format):
         if not self.packing.has_equal_planes:
             levels_of_planes = [codebook(bits) for bits in self.plane_bits]
             unpack_ptx = lookup_halves_of_unequal_planes(self.packing, levels_of_planes)
-            self.codec = Codec(_encode, _levels, {0: unpack_ptx}, paired=True, constants=constants)
+            self.codec = Codec(_encode, _levels, {0: (unpack_ptx,)}, paired=True, constants=constants)
             return
-        levels, has_high = codebook(int(bits)), bool(self.packing.high)
+        levels, tiles = codebook(int(bits)), self.packing.pieces_of_tiles
         self.codec = Codec(
-            _encode, _levels, {0: lookup_halves(levels, has_high)}, integers_ptx=lookup_integers(levels, has_high),
+            _encode, _levels, {0: tuple(lookup_halves(levels, pieces) for pieces in tiles)},
+            integers_ptx=tuple(lookup_integers(levels, pieces) for pieces in tiles),
             integer_offset=0.5, interleaved=True, paired=True, constants=constants,
         )  # fmt: skip
 

@@ -3,13 +3,16 @@
 A tile in *piece order* has the pieces of a vector side by side, each padded to a power of two. A piece is the longest
 run of channels that no section of codes cuts (:mod:`kvcompile.kernels.formats.bit_planes`). :func:`cut` gives the
 planes and the pieces of such a tile. No number moves between threads if each thread has a number of every piece.
+
+Products take planes, tiles [rows, padded_width]. If a plane is loaded in two pieces, the pieces take turns in its tile
+(:func:`alternating`); otherwise its columns are in the order of channels, and padding comes last.
 """
 
 from __future__ import annotations
 
 import math
 
-from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.lang.triton import constexpr_function, jit, tl, triton
 
 
 @jit
@@ -102,6 +105,53 @@ def planes_in_pieces(x, OPERAND: tl.constexpr):
 
 
 @jit
+def alternating(first, second, COLUMNS: tl.constexpr):
+    """Two equal tiles as one, whose columns take turns: COLUMNS of the first tile, COLUMNS of the second, and so on."""
+    ROWS: tl.constexpr = first.shape[0]
+    WIDTH: tl.constexpr = first.shape[1]
+    pairs = tl.reshape(tl.join(first, second), [ROWS, WIDTH // COLUMNS, COLUMNS, 2])
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), [ROWS, 2 * WIDTH])
+
+
+@jit
+def alternating_rows(first, second, COUNT: tl.constexpr):
+    """:func:`alternating` for the rows of tiles."""
+    ROWS: tl.constexpr = first.shape[0]
+    WIDTH: tl.constexpr = first.shape[1]
+    pairs = tl.reshape(tl.join(first, second), [ROWS // COUNT, COUNT, WIDTH, 2])
+    return tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), [2 * ROWS, WIDTH])
+
+
+@jit
+def channels_of_plane(column, OPERAND: tl.constexpr):
+    """The channels of the columns of a plane, counted from its first channel, and whether they exist."""
+    COLUMNS: tl.constexpr = OPERAND.alternation
+    if COLUMNS > 0:
+        place = column // (2 * COLUMNS) * COLUMNS + column % COLUMNS
+        channel = column // COLUMNS % 2 * (OPERAND.width // 2) + place
+        exists = place < OPERAND.width // 2
+    else:
+        channel, exists = column, column < OPERAND.width
+    return channel, exists
+
+
+@jit
+def _in_turns(planes, OPERAND: tl.constexpr):
+    """Planes in the order of channels with their pieces in turns: a tuple."""
+    result = ()
+    NUM_PLANES: tl.constexpr = len(planes)
+    for i in tl.static_range(NUM_PLANES):
+        first, second = halves(planes[i])
+        result = result + (alternating(first, second, OPERAND.alternation),)  # type: ignore[assignment]  # noqa: RUF005
+    return result
+
+
+@constexpr_function
+def next_power_of_2(n):
+    return triton.next_power_of_2(n)
+
+
+@jit
 def planes_of(x, OPERAND: tl.constexpr):
     """The planes of a tile [rows, padded_head_dim] in the order of channels, as a tuple of [rows, padded_width].
 
@@ -112,12 +162,17 @@ def planes_of(x, OPERAND: tl.constexpr):
         planes = (x,)
     elif OPERAND.head_dim == NUM_PLANES * OPERAND.padded_width and NUM_PLANES != 3:
         planes = cut(x, NUM_PLANES)
+        if OPERAND.alternation > 0:
+            planes = _in_turns(planes, OPERAND)
     else:
-        channel = tl.arange(0, OPERAND.padded_width)
+        COUNT: tl.constexpr = next_power_of_2(NUM_PLANES)
+        column = tl.arange(0, COUNT * OPERAND.padded_width)
+        channel, exists = channels_of_plane(column % OPERAND.padded_width, OPERAND)
+        plane = column // OPERAND.padded_width
+        parts = cut(_gathered(x, channel + plane * OPERAND.width, exists & (plane < NUM_PLANES)), COUNT)
         planes = ()  # type: ignore[assignment]
         for i in tl.static_range(NUM_PLANES):
-            plane = _gathered(x, channel + i * OPERAND.width, channel < OPERAND.width)
-            planes = planes + (plane,)  # type: ignore[assignment]  # noqa: RUF005
+            planes = planes + (parts[i],)  # type: ignore[assignment]  # noqa: RUF005
     return planes
 
 
@@ -129,7 +184,11 @@ def unpadded_channels(operand):
 
 @jit
 def in_channel_order(planes, OPERAND: tl.constexpr):
-    """Planes [rows, padded_width] as a tile [rows, padded_head_dim] in the order of channels: inverse of planes_of."""
+    """Planes [rows, padded_width] as a tile [rows, padded_head_dim] in the order of channels: inverse of planes_of.
+
+    Planes must be loaded as a whole.
+    """
+    tl.static_assert(OPERAND.alternation == 0)
     if OPERAND.num_planes == 1:
         x = planes[0]
     else:

@@ -68,6 +68,8 @@ class PackedOperand:
         has_equal_planes: whether all planes have equally many bits per channel; False for words.
         high_widths: for each high section, its bytes per vector.
         high_offsets: for each high section, its byte offset in a block.
+        alternation: columns after which the two pieces of a plane take turns in a tile; 0 if planes are loaded as a
+            whole. See :func:`in_pieces`.
         column_major: whether codes lie [width][BLOCK_TOKENS] (values) or [BLOCK_TOKENS][width] (keys).
         rotated: whether the stored basis is rotated.
         rotation_seed: seed of the random signs of the rotation; 0 without signs.
@@ -87,8 +89,8 @@ class PackedOperand:
         unpack_gains: for each plane, the ratio of a level in the specification to the number that ``unpack_ptx`` makes.
         codec: the codec of the format.
         ptx: the major compute capability whose inline PTX can run, or 0.
-        unpack_ptx: the codec's PTX text for that capability; None without one, for products in float32, and if columns
-            that share a register need different shifts.
+        unpack_ptx: the codec's PTX texts for that capability; None without them, for products in float32, and if
+            columns that share a register need different shifts.
         multiplies_integers: whether queries with two columns per row use the codec's ``integers_ptx``.
         query_exponent: ``e`` if queries are scaled so that the largest channel is in ``[2**(e - 1), 2**e)``; keys only.
         residual: exact blocks beside the packed blocks; None without a residual.
@@ -111,6 +113,7 @@ class PackedOperand:
     has_equal_planes: bool
     high_widths: tuple[int, ...]
     high_offsets: tuple[int, ...]
+    alternation: int
     column_major: bool
     rotated: bool
     rotation_seed: int
@@ -130,7 +133,7 @@ class PackedOperand:
     unpack_gains: tuple[float, ...]
     codec: Codec
     ptx: int
-    unpack_ptx: str | None
+    unpack_ptx: tuple[str, ...] | None
     multiplies_integers: bool
     query_exponent: int
     residual: ExactBlocks | None
@@ -216,12 +219,15 @@ class PackedOperand:
     def loaded_bits(self) -> int:
         """Bits of a vector's codes in a tile. There each section of words, and of high bits, takes whole bytes.
 
-        Inline PTX reads a high section from a tile for each of its pieces.
+        For planes of unequal bits, inline PTX reads a high section from a tile for each of its pieces.
         """
         if self.word_fields:
             return 8 * self.padded_width * sum(-(-bits // 8) for bits, _, _ in self.word_sections)
+        codes = self.tile_bits * self.padded_head_dim
+        if self.alternation:
+            return codes + 8 * self.padded_width // 2
         high = sum(8 // planes if self.unpack_ptx is not None else 1 for planes in self.high_planes)
-        return self.tile_bits * self.padded_head_dim + 8 * self.padded_width * high
+        return codes + 8 * self.padded_width * high
 
     @property
     def prefetched_lines(self) -> int:
@@ -293,12 +299,13 @@ def packed_operand(
         word_sections=_word_sections(words, layout) if words else (),
         code_dtype=code_dtype,
         width=fmt.packing.width(head_dim),
-        padded_width=max(16, triton.next_power_of_2(fmt.packing.width(head_dim))),
+        padded_width=_padded_width(layout),
         num_high=len(high),
         high_planes=fmt.packing.high,
         has_equal_planes=fmt.packing.has_equal_planes,
         high_widths=tuple(section.width for section in high),
         high_offsets=tuple(offsets[section.name] for section in high),
+        alternation=0,
         column_major=layout.column_major(sections["codes"]),
         rotated=fmt.rotated,
         rotation_seed=fmt.rotation_seed,
@@ -326,6 +333,31 @@ def packed_operand(
     )
 
 
+@functools.cache
+def in_pieces(operand: PackedOperand) -> PackedOperand:
+    """The description of the same data for decode attention, which loads planes in two pieces if it can.
+
+    The pieces of 3-bit codes share their high bits. A tile of a whole plane needs a tile of high bits for each piece.
+    Twice as many bytes are then copied to shared memory, which limits decode attention: 71 us instead of 65 on an H200.
+
+    A thread of a tensor core product holds four neighbouring columns of keys, and rows 8 apart of the transposed
+    values. If pieces take turns in this way, it has both pieces, and needs no codes of other threads.
+
+    Keys of up to 64 channels are loaded as a whole. Triton computes wrong products of two joined tiles of 8 columns: it
+    gives each of four threads 8 columns, more than there are (``kWidth``, Triton 3.6).
+    """
+    if operand.word_fields or operand.high_planes != (operand.num_planes,):
+        return operand
+    if operand.column_major:
+        return replace(operand, name=f"{operand.name}_in_pieces", alternation=8)
+    return replace(operand, name=f"{operand.name}_in_pieces", alternation=4) if operand.padded_width >= 32 else operand
+
+
+def _padded_width(layout: PackedLayout) -> int:
+    """The attribute ``padded_width`` of :class:`PackedOperand`."""
+    return max(16, triton.next_power_of_2(layout.format.packing.width(layout.head_dim)))
+
+
 def _word_sections(words: WordPacking, layout: PackedLayout) -> tuple[tuple[int, int, int], ...]:
     """The attribute ``word_sections`` of :class:`PackedOperand`."""
     sections = [section for section in layout.sections if section.is_codes]
@@ -349,7 +381,7 @@ def _shares_shifts(layout: PackedLayout) -> bool:
     return all(section.width % 4 == 0 for bits, section in sections if bits < 8)
 
 
-def _unpack_ptx(codec: Codec, ptx: int) -> str | None:
+def _unpack_ptx(codec: Codec, ptx: int) -> tuple[str, ...] | None:
     fitting = [capability for capability in codec.unpack_ptx if ptx and capability <= ptx]
     return codec.unpack_ptx[max(fitting)] if fitting else None
 
@@ -358,10 +390,10 @@ def _multiplies_integers(layout: PackedLayout) -> bool:
     """The attribute ``multiplies_integers`` of :class:`PackedOperand`.
 
     The query must be rotated: without outlier channels all channels keep enough digits. A product of integers sums over
-    at least 32 channels.
+    at least 32 columns, which may be padding.
     """
     fmt = layout.format
-    has_integers = fmt.codec.integers_ptx is not None and fmt.packing.width(layout.head_dim) >= 32
+    has_integers = fmt.codec.integers_ptx is not None and _padded_width(layout) >= 32
     return layout.role == "key" and fmt.rotated and has_integers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.kernels.formats.lloyd_max import scales_of_bytes
+from kvcompile.kernels.lang.planes import alternating, alternating_rows
 from kvcompile.kernels.lang.tiles import prefetch_lines
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.rotation import unrotate
@@ -18,11 +19,11 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
         A tuple of the code sections; the scales; and the zero points, or the scales again if there are no zero points.
 
         Code sections are tiles [tokens, width] of keys or [width, tokens] of values: first the section ``codes``, then
-        the high sections as :func:`_load_high_bits` returns them. For words, :func:`load_words` loads the tuple of code
-        sections. Scales and zero points are float32 [tokens] if they are per token. Per group they are a tuple with a
-        float32 tile for each plane, which broadcasts to the codes. Per channel they are a tuple with a tile [blocks,
-        width] for each plane, in the dtype of the section. Per plane they are a tuple with a float32 tile [tokens] for
-        each plane.
+        the high sections as :func:`_load_high_bits` returns them. If planes are loaded in pieces, they are the tiles of
+        :func:`_load_pieces`; for words, the tiles of :func:`load_words`. Scales and zero points are float32 [tokens] if
+        they are per token. Per group they are a tuple with a float32 tile for each plane, which broadcasts to the
+        codes. Per channel they are a tuple with a tile [blocks, width] for each plane, in the dtype of the section. Per
+        plane they are a tuple with a float32 tile [tokens] for each plane.
     """
     token = tl.arange(0, TOKENS)
     block, row = token // OPERAND.block_tokens, token % OPERAND.block_tokens
@@ -31,6 +32,8 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
     column = tl.arange(0, OPERAND.padded_width)
     if OPERAND.low_bits == 0:
         packed = load_words(ptr, block_offset, row, exists, column, OPERAND)
+    elif OPERAND.alternation > 0:
+        packed = _load_pieces(ptr, block_offset, row, exists, OPERAND)
     else:
         HAS_PADDING: tl.constexpr = OPERAND.width != OPERAND.padded_width
         codes = _load_codes(
@@ -57,6 +60,30 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
             ptr + OPERAND.zero_offset, stride_block, block, row, exists, column, OPERAND.zero_dtype, OPERAND
         )
     return packed, scale, zero
+
+
+@jit
+def _load_pieces(ptr, block_offset, row, exists, OPERAND: tl.constexpr):
+    """Load planes in two pieces (:func:`kvcompile.kernels.layout.operand.in_pieces`).
+
+    Returns:
+        Tiles of the codes of the first piece, the codes of the second piece, and the high bits of both.
+    """
+    WIDTH: tl.constexpr = OPERAND.width // 2
+    PADDED: tl.constexpr = OPERAND.padded_width // 2
+    column = tl.arange(0, PADDED)
+    in_piece = column < WIDTH
+    first = _load_codes(
+        ptr, block_offset, row, exists, column, in_piece, 0, tl.uint8, OPERAND.width, WIDTH != PADDED, OPERAND
+    )
+    second = _load_codes(
+        ptr, block_offset, row, exists, column + WIDTH, in_piece, 0, tl.uint8, OPERAND.width, WIDTH != PADDED, OPERAND
+    )
+    high = _load_codes(
+        ptr, block_offset, row, exists, column, in_piece, OPERAND.high_offsets[0], tl.uint8, WIDTH, WIDTH != PADDED,
+        OPERAND,
+    )  # fmt: skip
+    return first, second, high
 
 
 @jit
@@ -275,6 +302,13 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
     NUM_HIGH: tl.constexpr = OPERAND.num_high
     if OPERAND.unpack_ptx is not None:
         planes = halves_of_bytes(packed, OPERAND)
+    elif OPERAND.alternation > 0:
+        planes = ()
+        for plane in tl.static_range(NUM_PLANES):
+            first = _codes_of_piece(packed[0], packed[2], plane, 0, OPERAND)
+            second = _codes_of_piece(packed[1], packed[2], plane, 1, OPERAND)
+            codes = _plane_of_pieces(first, second, OPERAND)
+            planes = planes + (OPERAND.codec.levels(codes, plane, OPERAND).to(OPERAND.dtype),)  # noqa: RUF005
     elif OPERAND.code_dtype == OPERAND.dtype:
         planes = (packed[0],)
     elif OPERAND.low_bits == 0:
@@ -304,6 +338,34 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
 
 
 @jit
+def _codes_of_piece(low, high, PLANE: tl.constexpr, PIECE: tl.constexpr, OPERAND: tl.constexpr):
+    """The codes of a piece of a plane, int32, from the tiles of :func:`_load_pieces`."""
+    LOW_BITS: tl.constexpr = OPERAND.low_bits
+    codes = (low.to(tl.int32) >> (LOW_BITS * PLANE)) & ((1 << LOW_BITS) - 1)
+    return codes | ((high.to(tl.int32) >> (2 * PLANE + PIECE)) & 1) << LOW_BITS
+
+
+@jit
+def _plane_of_pieces(first, second, OPERAND: tl.constexpr):
+    """The tile of a plane from the tiles of its two pieces."""
+    if OPERAND.column_major:
+        plane = alternating_rows(first, second, OPERAND.alternation)
+    else:
+        plane = alternating(first, second, OPERAND.alternation)
+    return plane
+
+
+@jit
+def _planes_of_pieces(first, second, OPERAND: tl.constexpr):
+    """The tiles of all planes from the tiles of their two pieces: a tuple."""
+    planes = ()
+    NUM_PLANES: tl.constexpr = len(first)
+    for plane in tl.static_range(NUM_PLANES):
+        planes = planes + (_plane_of_pieces(first[plane], second[plane], OPERAND),)  # noqa: RUF005
+    return planes
+
+
+@jit
 def halves_of_bytes(packed, OPERAND: tl.constexpr):
     """Unpack tiles of the code sections by inline PTX, four bytes of every section at a time.
 
@@ -313,22 +375,42 @@ def halves_of_bytes(packed, OPERAND: tl.constexpr):
     Returns:
         A tuple with an fp16 tile for each plane.
     """
-    PTX: tl.constexpr = OPERAND.unpack_ptx
+    if OPERAND.alternation > 0:
+        first = _halves_of_tile((packed[0], packed[2]), 1, OPERAND)
+        planes = _planes_of_pieces(first, _halves_of_tile((packed[1], packed[2]), 2, OPERAND), OPERAND)
+    else:
+        planes = _halves_of_tile(packed, 0, OPERAND)
+    return planes
+
+
+@jit
+def _halves_of_tile(sections, KIND: tl.constexpr, OPERAND: tl.constexpr):
+    PTX: tl.constexpr = OPERAND.unpack_ptx[KIND]
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
-    CONSTRAINTS: tl.constexpr = _constraints(2 * NUM_PLANES, len(packed))
+    CONSTRAINTS: tl.constexpr = _constraints(2 * NUM_PLANES, len(sections))
     return tl.inline_asm_elementwise(
-        PTX, CONSTRAINTS, packed, dtype=(tl.float16,) * NUM_PLANES, is_pure=True, pack=4
+        PTX, CONSTRAINTS, sections, dtype=(tl.float16,) * NUM_PLANES, is_pure=True, pack=4
     )  # fmt: skip
 
 
 @jit
 def integers_of_bytes(packed, OPERAND: tl.constexpr):
     """:func:`halves_of_bytes` for the integers of the codec: an int8 tile for each plane, four in a register."""
-    PTX: tl.constexpr = OPERAND.codec.integers_ptx
+    if OPERAND.alternation > 0:
+        first = _integers_of_tile((packed[0], packed[2]), 1, OPERAND)
+        planes = _planes_of_pieces(first, _integers_of_tile((packed[1], packed[2]), 2, OPERAND), OPERAND)
+    else:
+        planes = _integers_of_tile(packed, 0, OPERAND)
+    return planes
+
+
+@jit
+def _integers_of_tile(sections, KIND: tl.constexpr, OPERAND: tl.constexpr):
+    PTX: tl.constexpr = OPERAND.codec.integers_ptx[KIND]
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
-    CONSTRAINTS: tl.constexpr = _constraints(NUM_PLANES, len(packed))
+    CONSTRAINTS: tl.constexpr = _constraints(NUM_PLANES, len(sections))
     return tl.inline_asm_elementwise(
-        PTX, CONSTRAINTS, packed, dtype=(tl.int8,) * NUM_PLANES, is_pure=True, pack=4
+        PTX, CONSTRAINTS, sections, dtype=(tl.int8,) * NUM_PLANES, is_pure=True, pack=4
     )  # fmt: skip
 
 

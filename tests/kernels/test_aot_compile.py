@@ -270,6 +270,23 @@ def test_formats_of_few_bits_compile(key, value, attending):
     assert len(attending["attention"]) == 1
 
 
+@pytest.mark.parametrize("group_size", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "head_dim", [64, 96, *(pytest.param(head_dim, marks=pytest.mark.slow) for head_dim in (32, 48, 80, 128, 192, 256))]
+)
+def test_planes_in_two_pieces_compile_for_all_vectors(head_dim, group_size, attending):
+    attend("turboquant_3bit", "int3_unrotated", head_dim=head_dim, group_size=group_size)
+    assert len(attending["attention"]) == 1
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_codes_of_three_bits_take_three_quarters_of_the_copies_of_four_bits(attending):
+    for name in ("turboquant_3bit", "turboquant_4bit"):
+        attend(name, name)
+    three, four = (count(main_loop(kernel), r"LDGSTS\S*128") for kernel in attending["attention"])
+    assert three == 0.75 * four
+
+
 def test_layers_with_different_static_scales_share_their_kernels(counted):
     for key, value in ((0.0123, 1.5), (3.7e-05, 0.2)):
         attend(f"fp8_e4m3_scale{key}", f"fp8_e4m3_scale{value}")

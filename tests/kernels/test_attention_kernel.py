@@ -499,17 +499,33 @@ def test_every_split_has_a_tile():
         pytest.param(1, 32768, 256, id="one program: 256 splits of two tiles run at once"),
         pytest.param(64, 32768, 4, id="as many splits as run at once"),
         pytest.param(132, 32768, 2, id="two splits fill the device"),
-        pytest.param(160, 32768, 3, id="1.8 rounds of a third instead of 0.6 rounds"),
+        pytest.param(160, 32768, 5, id="3.03 rounds of a fifth instead of 0.6 rounds"),
         pytest.param(264, 32768, 1, id="one full round"),
-        pytest.param(320, 32768, 4, id="4.8 rounds of a quarter instead of 1.2 rounds"),
+        pytest.param(320, 32768, 5, id="6.1 rounds of a fifth instead of 1.2 rounds"),
         pytest.param(528, 32768, 1, id="two full rounds"),
-        pytest.param(640, 32768, 2, id="4.8 rounds of a half instead of 2.4 rounds"),
-        pytest.param(264 * 20 + 1, 4096, 1, id="the last of 21 rounds is short"),
+        pytest.param(525, 32768, 1, id="two rounds that are almost full"),
+        pytest.param(640, 32768, 5, id="12.1 rounds of a fifth instead of 2.4 rounds"),
+        pytest.param(264 * 20 + 1, 32768, 1, id="the last of 21 rounds is short"),
+        pytest.param(320, 1024, 2, id="splits of eight tiles"),
         pytest.param(320, 64, 1, id="a single tile"),
+        pytest.param(256, 1024, 1, id="one round that is almost full"),
     ],
 )
 def test_splits_leave_little_of_the_device_idle(programs, kv_len, splits):
     config = AttentionConfig(8, 64, programs_per_sm=2)
+    assert num_splits(config, programs, kv_len, 132) == splits
+
+
+@pytest.mark.parametrize(
+    ("programs", "kv_len", "splits"),
+    [
+        pytest.param(64, 4096, 2, id="two splits of 32 tiles instead of four of 16"),
+        pytest.param(64, 16384, 4, id="splits of 64 tiles"),
+        pytest.param(200, 64, 1, id="a single tile"),
+    ],
+)
+def test_short_splits_run_with_one_warp_per_scheduler(programs, kv_len, splits):
+    config = AttentionConfig(8, 64, programs_per_sm=2, least_tiles=32)
     assert num_splits(config, programs, kv_len, 132) == splits
 
 

@@ -20,16 +20,28 @@ FORMATS = [
 
 
 def packed_codes(fmt):
-    """Random codes of each plane [WIDTH], and registers of four packed bytes: first codes, then high bits."""
+    """Random codes of each plane [WIDTH], and for each way to load them registers of four bytes: codes, then high bits.
+
+    A way to load them is a list of tiles: (index of the tile in ``pieces_of_tiles``, its registers).
+    """
     planes = torch.randint(2 ** int(fmt.bits), (fmt.num_planes, WIDTH), dtype=torch.uint8)
     encoded = fmt.packing.pack(planes.flatten())
-    sections = [encoded["codes"].numpy()]
+    codes = encoded["codes"].numpy()
+    ways = [[(0, [codes])]]
     if "high" in encoded:
-        # Kernels load the section once for each piece, with 0 in the columns of the other piece.
         high = encoded["high"].numpy()
         nothing = np.zeros_like(high)
-        sections += [np.concatenate([high, nothing]), np.concatenate([nothing, high])]
-    return planes, [section.view(np.uint32).tolist() for section in sections]
+        # In a tile of the whole plane, the high bits of a piece are 0 in the columns of the other piece.
+        whole = [codes, np.concatenate([high, nothing]), np.concatenate([nothing, high])]
+        ways = [[(0, whole)], [(1 + i, [piece, high]) for i, piece in enumerate(np.split(codes, 2))]]
+    return planes, [[(i, [section.view(np.uint32) for section in sections]) for i, sections in way] for way in ways]
+
+
+def outputs_of(texts, num_outputs, way):
+    """The output registers of all tiles, four columns after four columns."""
+    return [
+        run(texts[i], num_outputs, *map(int, words)) for i, registers in way for words in zip(*registers, strict=True)
+    ]
 
 
 def interleaved(planes):
@@ -51,24 +63,26 @@ def planes_of_halves(outputs, num_planes):
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_become_the_levels_of_the_specification_in_halves(name):
     fmt = get_format(name)
-    planes, registers = packed_codes(fmt)
-    outputs = [run(fmt.codec.unpack_ptx[0], 2 * fmt.num_planes, *words) for words in zip(*registers, strict=True)]
-    levels = planes_of_halves(outputs, fmt.num_planes)
+    planes, ways = packed_codes(fmt)
     expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
     gains = torch.tensor(fmt.codec.unpack_gains or (1.0,) * fmt.num_planes)[:, None] * fmt.gain
-    torch.testing.assert_close(levels * gains, expected, rtol=1e-6, atol=0)
+    for way in ways:
+        outputs = outputs_of(fmt.codec.unpack_ptx[0], 2 * fmt.num_planes, way)
+        levels = planes_of_halves(outputs, fmt.num_planes)
+        torch.testing.assert_close(levels * gains, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["turboquant_4bit", "turboquant_3bit", "turboquant_2bit", "int4_per_token_head"])
 def test_codes_become_integers_at_an_offset_from_the_levels_of_the_specification(name):
     fmt = get_format(name)
-    planes, registers = packed_codes(fmt)
-    outputs = [run(fmt.codec.integers_ptx, fmt.num_planes, *words) for words in zip(*registers, strict=True)]
-    words = np.ascontiguousarray(np.array(outputs, np.uint32).T)
-    integers = torch.from_numpy(words.view(np.int8).reshape(fmt.num_planes, WIDTH).copy()).float()
+    planes, ways = packed_codes(fmt)
     expected = [fmt.levels(plane, i) for i, plane in enumerate(planes)]
     expected = torch.stack(interleaved(expected) if fmt.codec.interleaved else expected)
-    torch.testing.assert_close((integers + fmt.codec.integer_offset) * fmt.gain, expected, rtol=1e-6, atol=0)
+    for way in ways:
+        outputs = outputs_of(fmt.codec.integers_ptx, fmt.num_planes, way)
+        words = np.ascontiguousarray(np.array(outputs, np.uint32).T)
+        integers = torch.from_numpy(words.view(np.int8).reshape(fmt.num_planes, WIDTH).copy()).float()
+        torch.testing.assert_close((integers + fmt.codec.integer_offset) * fmt.gain, expected, rtol=1e-6, atol=0)
 
 
 def registers_of_words(packing, encoded):
@@ -95,7 +109,8 @@ def test_planes_of_unequal_bits_become_the_levels_of_the_specification_in_halves
         pieces = width // len(section)
         registers += list(np.kron(np.eye(pieces, dtype=np.uint8), section))  # 0 in the columns of other pieces
     words = [np.ascontiguousarray(register).view(np.uint32).tolist() for register in registers]
-    outputs = [run(fmt.codec.unpack_ptx[0], 8, *four) for four in zip(*words, strict=True)]
+    (text,) = fmt.codec.unpack_ptx[0]
+    outputs = [run(text, 8, *four) for four in zip(*words, strict=True)]
     levels = planes_of_halves(outputs, 4)
     expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
     torch.testing.assert_close(levels * fmt.gain, expected, rtol=1e-6, atol=0)
@@ -113,7 +128,7 @@ def test_words_become_the_levels_of_the_specification_in_halves(name, width):
         return
     planes = [torch.randint(1 << bits, (width,), dtype=torch.uint8) for bits in fmt.packing.bits_of_planes]
     registers = registers_of_words(fmt.packing, fmt.packing.pack(torch.cat(planes)))
-    outputs = [run(ptx, 2 * fmt.num_planes, *four) for four in zip(*registers, strict=True)]
+    outputs = [run(ptx[0], 2 * fmt.num_planes, *four) for four in zip(*registers, strict=True)]
     levels = planes_of_halves(outputs, fmt.num_planes)
     expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
     torch.testing.assert_close(levels, expected, rtol=2**-11, atol=0)

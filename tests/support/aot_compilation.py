@@ -72,9 +72,21 @@ class CompileOnly:
 
     def __getitem__(self, grid):
         def compile_kernel(*arguments, **options):
-            self.compiled.append(self.kernel.warmup(*arguments, grid=grid, **options))
+            compiled = self.kernel.warmup(*arguments, grid=grid, **options)
+            check_columns_of_threads(compiled.asm["ttgir"])
+            self.compiled.append(compiled)
 
         return compile_kernel
+
+
+def check_columns_of_threads(ttgir):
+    """Four threads share a row of the first operand of a product, ``kWidth`` neighbouring columns each.
+
+    If there are fewer columns, Triton computes wrong products (joined tiles of 8 columns, Triton 3.6).
+    """
+    operand = r"tt\.dot .* : tensor<\S*x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, parent = #mma\d*, kWidth = (\d+)"
+    for columns, width in re.findall(operand, ttgir):
+        assert 4 * int(width) <= int(columns), f"kWidth {width} of {columns} columns"
 
 
 class CountOnly:
