@@ -165,14 +165,32 @@ def planes_of(x, OPERAND: tl.constexpr):
         if OPERAND.alternation > 0:
             planes = _in_turns(planes, OPERAND)
     else:
-        COUNT: tl.constexpr = next_power_of_2(NUM_PLANES)
+        planes = _padded_planes(x, OPERAND)
+    return planes
+
+
+@jit
+def _padded_planes(x, OPERAND: tl.constexpr):
+    """:func:`planes_of` for planes with padding.
+
+    One gather makes all planes, unless they have more columns than ``x``: Triton 3.6 and 3.7 fail on such a gather
+    (``TritonGPUOptimizeThreadLocality``). After a gather for each plane, Triton may keep a query in shared memory, and
+    load it again for each tile of keys.
+    """
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    COUNT: tl.constexpr = next_power_of_2(NUM_PLANES)
+    planes = ()
+    if COUNT * OPERAND.padded_width <= x.shape[1]:
         column = tl.arange(0, COUNT * OPERAND.padded_width)
         channel, exists = channels_of_plane(column % OPERAND.padded_width, OPERAND)
         plane = column // OPERAND.padded_width
         parts = cut(_gathered(x, channel + plane * OPERAND.width, exists & (plane < NUM_PLANES)), COUNT)
-        planes = ()  # type: ignore[assignment]
         for i in tl.static_range(NUM_PLANES):
             planes = planes + (parts[i],)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        channel, exists = channels_of_plane(tl.arange(0, OPERAND.padded_width), OPERAND)
+        for i in tl.static_range(NUM_PLANES):
+            planes = planes + (_gathered(x, channel + i * OPERAND.width, exists),)  # type: ignore[assignment]  # noqa: RUF005
     return planes
 
 

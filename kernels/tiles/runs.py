@@ -8,7 +8,7 @@ factor of ``m`` channels takes sums and differences of runs, whose numbers one t
 from __future__ import annotations
 
 from kvcompile.compat.triton_names import target_info
-from kvcompile.kernels.lang.planes import cut, has_padding, in_channel_order, side_by_side, with_zeros
+from kvcompile.kernels.lang.planes import cut, halves, has_padding, in_channel_order, side_by_side, with_zeros
 from kvcompile.kernels.lang.rounding import has_ptx
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.rotation import hadamard_rows, rotate, with_random_signs
@@ -83,13 +83,27 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
     return _in_pieces(_rotated_blocks(runs, OPERAND), OPERAND)
 
 
+@constexpr_function
+def multiplies_pairs(operand):
+    """Whether :func:`unrotate_levels` multiplies two runs of 16 channels at once, by a matrix with two blocks.
+
+    Of 16 channels of 8-bit codes that were joined, Triton gives each of four threads 8 channels (``kWidth``), and
+    computes wrong products. Products of warpgroups, which only Hopper has, are right.
+    """
+    on_hopper = has_ptx() and target_info.cuda_capability_geq(9, 0) and not target_info.cuda_capability_geq(10, 0)
+    return run_channels(operand) == 16 and not on_hopper
+
+
 @jit
 def unrotation_matrix(OPERAND: tl.constexpr):
     """The matrix by which :func:`unrotate_levels` multiplies; 0 if the format is not rotated."""
     matrix = 0
     if OPERAND.rotated:
-        channel = tl.arange(0, run_channels(OPERAND))
-        matrix = hadamard_rows(channel, channel, run_channels(OPERAND))
+        RUN: tl.constexpr = run_channels(OPERAND)
+        channel = tl.arange(0, 2 * RUN if multiplies_pairs(OPERAND) else RUN)
+        matrix = hadamard_rows(channel % RUN, channel % RUN, RUN)
+        if multiplies_pairs(OPERAND):
+            matrix = tl.where((channel // RUN)[:, None] == (channel // RUN)[None, :], matrix, 0.0)
     return matrix
 
 
@@ -115,9 +129,32 @@ def unrotate_levels(levels, matrix, OPERAND: tl.constexpr, PRECISION: tl.constex
         planes = planes + (level,)  # type: ignore[assignment]  # noqa: RUF005
     x = in_channel_order(planes, OPERAND)
     RUNS: tl.constexpr = OPERAND.padded_head_dim // run_channels(OPERAND)
-    x = _products_of_runs(x, matrix, RUNS, OPERAND, PRECISION)
-    runs = _rotated_blocks(_rows_as_runs(x, RUNS, groups_of_rows(OPERAND)), OPERAND)
-    return side_by_side(with_zeros(runs, RUNS))
+    if multiplies_pairs(OPERAND):
+        runs = _products_of_pairs(x, matrix, RUNS, OPERAND, PRECISION)
+    else:
+        x = _products_of_runs(x, matrix, RUNS, OPERAND, PRECISION)
+        runs = _rows_as_runs(x, RUNS, groups_of_rows(OPERAND))
+    return side_by_side(with_zeros(_rotated_blocks(runs, OPERAND), RUNS))
+
+
+@jit
+def _products_of_pairs(x, matrix, RUNS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The products of all runs of a tile [rows, columns] with the matrix of a run: a tuple of [rows, columns // RUNS].
+
+    Two neighbouring runs are multiplied at once. If there is a single run, it is multiplied with that of the next row.
+    """
+    if RUNS == 1:
+        pairs = tl.reshape(x, [x.shape[0] // 2, 2 * x.shape[1]])
+        pairs = tl.dot(pairs, matrix.to(x.dtype), input_precision=PRECISION)
+        runs = (tl.reshape(pairs, x.shape),)
+    else:
+        PAIRS: tl.constexpr = RUNS // 2
+        runs = ()  # type: ignore[assignment]
+        x = _products_of_runs(x, matrix, PAIRS, OPERAND, PRECISION)
+        pairs = _rows_as_runs(x, PAIRS, groups_of_rows(OPERAND))
+        for i in tl.static_range(PAIRS):
+            runs = runs + halves(pairs[i])  # type: ignore[assignment]
+    return runs
 
 
 @jit
