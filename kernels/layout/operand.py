@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvcompile.compat.triton_names import PREFERS_WARPGROUPS
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.formats.bit_planes import HIGH_SECTIONS, WordPacking
 from kvcompile.kernels.formats.codec import Codec
@@ -344,13 +345,15 @@ def in_pieces(operand: PackedOperand) -> PackedOperand:
     values. If pieces take turns in this way, it has both pieces, and needs no codes of other threads.
 
     Keys of up to 64 channels are loaded as a whole. Triton computes wrong products of two joined tiles of 8 columns: it
-    gives each of four threads 8 columns, more than there are (``kWidth``, Triton 3.6).
+    gives each of four threads 8 columns, more than there are (``kWidth``, Triton 3.6). Triton 3.8 and 3.9 would write
+    the joined levels of all keys to shared memory, so that keys are loaded as a whole there.
     """
     if operand.word_fields or operand.high_planes != (operand.num_planes,):
         return operand
-    if operand.column_major:
-        return replace(operand, name=f"{operand.name}_in_pieces", alternation=8)
-    return replace(operand, name=f"{operand.name}_in_pieces", alternation=4) if operand.padded_width >= 32 else operand
+    if not operand.column_major and (PREFERS_WARPGROUPS or operand.padded_width < 32):
+        return operand
+    alternation = 8 if operand.column_major else 4
+    return replace(operand, name=f"{operand.name}_in_pieces", alternation=alternation)
 
 
 def _padded_width(layout: PackedLayout) -> int:

@@ -279,6 +279,9 @@ def test_planes_in_two_pieces_compile_for_all_vectors(head_dim, group_size, atte
     assert len(attending["attention"]) == 1
 
 
+@pytest.mark.skipif(
+    numbers(triton.__version__)[:2] >= (3, 8), reason="with Triton 3.8 and 3.9 keys are loaded as a whole"
+)
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_codes_of_three_bits_take_three_quarters_of_the_copies_of_four_bits(attending):
     for name in ("turboquant_3bit", "turboquant_4bit"):
