@@ -299,14 +299,14 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
     With scales per group the results are dequantized values, because these scales cannot be taken out of the products.
     """
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
-    NUM_HIGH: tl.constexpr = OPERAND.num_high
     if OPERAND.unpack_ptx is not None:
         planes = halves_of_bytes(packed, OPERAND)
     elif OPERAND.alternation > 0:
         planes = ()
+        high = packed[2].to(tl.int32)
         for plane in tl.static_range(NUM_PLANES):
-            first = _codes_of_piece(packed[0], packed[2], plane, 0, OPERAND)
-            second = _codes_of_piece(packed[1], packed[2], plane, 1, OPERAND)
+            first = _codes_of_plane((packed[0], high), plane, OPERAND)
+            second = _codes_of_plane((packed[1], high >> 1), plane, OPERAND)
             codes = _plane_of_pieces(first, second, OPERAND)
             planes = planes + (OPERAND.codec.levels(codes, plane, OPERAND).to(OPERAND.dtype),)  # noqa: RUF005
     elif OPERAND.code_dtype == OPERAND.dtype:
@@ -319,12 +319,7 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
     else:
         planes = ()
         for plane in tl.static_range(NUM_PLANES):
-            codes = packed[0]
-            if OPERAND.num_planes > 1:
-                codes = (codes.to(tl.int32) >> (OPERAND.low_bits * plane)) & ((1 << OPERAND.low_bits) - 1)
-            for k in tl.static_range(NUM_HIGH):
-                if plane < OPERAND.high_planes[k]:
-                    codes |= ((packed[k + 1] >> (8 // OPERAND.high_planes[k] * plane)) & 1) << (OPERAND.low_bits + k)
+            codes = _codes_of_plane(packed, plane, OPERAND)
             planes = planes + (OPERAND.codec.levels(codes, plane, OPERAND).to(OPERAND.dtype),)  # noqa: RUF005
     if OPERAND.granularity == "group":
         values = ()
@@ -338,11 +333,19 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
 
 
 @jit
-def _codes_of_piece(low, high, PLANE: tl.constexpr, PIECE: tl.constexpr, OPERAND: tl.constexpr):
-    """The codes of a piece of a plane, int32, from the tiles of :func:`_load_pieces`."""
-    LOW_BITS: tl.constexpr = OPERAND.low_bits
-    codes = (low.to(tl.int32) >> (LOW_BITS * PLANE)) & ((1 << LOW_BITS) - 1)
-    return codes | ((high.to(tl.int32) >> (2 * PLANE + PIECE)) & 1) << LOW_BITS
+def _codes_of_plane(sections, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """The codes of a plane: its low bits in ``sections[0]``, and a further bit in each int32 tile of high bits.
+
+    In the tiles of high bits the bit of plane 0 is lowest.
+    """
+    codes = sections[0]
+    if OPERAND.num_planes > 1:
+        codes = (codes.to(tl.int32) >> (OPERAND.low_bits * PLANE)) & ((1 << OPERAND.low_bits) - 1)
+    NUM_HIGH: tl.constexpr = OPERAND.num_high
+    for k in tl.static_range(NUM_HIGH):
+        if OPERAND.high_planes[k] > PLANE:
+            codes |= ((sections[k + 1] >> (8 // OPERAND.high_planes[k] * PLANE)) & 1) << (OPERAND.low_bits + k)
+    return codes
 
 
 @jit
@@ -367,51 +370,53 @@ def _planes_of_pieces(first, second, OPERAND: tl.constexpr):
 
 @jit
 def halves_of_bytes(packed, OPERAND: tl.constexpr):
-    """Unpack tiles of the code sections by inline PTX, four bytes of every section at a time.
-
-    The operands of the PTX are two registers for each plane, with two fp16 levels each, and then a register with four
-    bytes for each section.
-
-    Returns:
-        A tuple with an fp16 tile for each plane.
-    """
-    if OPERAND.alternation > 0:
-        first = _halves_of_tile((packed[0], packed[2]), 1, OPERAND)
-        planes = _planes_of_pieces(first, _halves_of_tile((packed[1], packed[2]), 2, OPERAND), OPERAND)
-    else:
-        planes = _halves_of_tile(packed, 0, OPERAND)
-    return planes
-
-
-@jit
-def _halves_of_tile(sections, KIND: tl.constexpr, OPERAND: tl.constexpr):
-    PTX: tl.constexpr = OPERAND.unpack_ptx[KIND]
-    NUM_PLANES: tl.constexpr = OPERAND.num_planes
-    CONSTRAINTS: tl.constexpr = _constraints(2 * NUM_PLANES, len(sections))
-    return tl.inline_asm_elementwise(
-        PTX, CONSTRAINTS, sections, dtype=(tl.float16,) * NUM_PLANES, is_pure=True, pack=4
-    )  # fmt: skip
+    """Unpack tiles of the code sections by inline PTX: a tuple with an fp16 tile for each plane."""
+    return _run_ptx(packed, False, OPERAND)
 
 
 @jit
 def integers_of_bytes(packed, OPERAND: tl.constexpr):
-    """:func:`halves_of_bytes` for the integers of the codec: an int8 tile for each plane, four in a register."""
+    """:func:`halves_of_bytes` for the integers of the codec: an int8 tile for each plane."""
+    return _run_ptx(packed, True, OPERAND)
+
+
+@jit
+def _run_ptx(packed, TO_INTEGERS: tl.constexpr, OPERAND: tl.constexpr):
+    """Run the PTX of the codec on all code sections: a tuple with a tile for each plane."""
     if OPERAND.alternation > 0:
-        first = _integers_of_tile((packed[0], packed[2]), 1, OPERAND)
-        planes = _planes_of_pieces(first, _integers_of_tile((packed[1], packed[2]), 2, OPERAND), OPERAND)
+        first = _run_ptx_on_tile((packed[0], packed[2]), 1, TO_INTEGERS, OPERAND)
+        second = _run_ptx_on_tile((packed[1], packed[2]), 2, TO_INTEGERS, OPERAND)
+        planes = _planes_of_pieces(first, second, OPERAND)
     else:
-        planes = _integers_of_tile(packed, 0, OPERAND)
+        planes = _run_ptx_on_tile(packed, 0, TO_INTEGERS, OPERAND)
     return planes
 
 
 @jit
-def _integers_of_tile(sections, KIND: tl.constexpr, OPERAND: tl.constexpr):
-    PTX: tl.constexpr = OPERAND.codec.integers_ptx[KIND]
+def _run_ptx_on_tile(sections, KIND: tl.constexpr, TO_INTEGERS: tl.constexpr, OPERAND: tl.constexpr):
+    """Run the PTX of the codec on one tile of each section, four bytes of every section at a time.
+
+    The operands of the PTX are one register with four integers, or two registers with two fp16 levels each, for each
+    plane, and then a register with four bytes for each section.
+
+    Args:
+        sections: a tuple of tiles.
+        KIND: the number of the tile's kind in :attr:`~kvcompile.kernels.formats.bit_planes.Packing.pieces_of_tiles`.
+    """
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
-    CONSTRAINTS: tl.constexpr = _constraints(NUM_PLANES, len(sections))
-    return tl.inline_asm_elementwise(
-        PTX, CONSTRAINTS, sections, dtype=(tl.int8,) * NUM_PLANES, is_pure=True, pack=4
-    )  # fmt: skip
+    if TO_INTEGERS:
+        INTEGERS: tl.constexpr = OPERAND.codec.integers_ptx[KIND]
+        ONE_EACH: tl.constexpr = _constraints(NUM_PLANES, len(sections))
+        planes = tl.inline_asm_elementwise(
+            INTEGERS, ONE_EACH, sections, dtype=(tl.int8,) * NUM_PLANES, is_pure=True, pack=4
+        )
+    else:
+        HALVES: tl.constexpr = OPERAND.unpack_ptx[KIND]
+        TWO_EACH: tl.constexpr = _constraints(2 * NUM_PLANES, len(sections))
+        planes = tl.inline_asm_elementwise(
+            HALVES, TWO_EACH, sections, dtype=(tl.float16,) * NUM_PLANES, is_pure=True, pack=4
+        )
+    return planes
 
 
 @constexpr_function
