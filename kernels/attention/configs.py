@@ -28,7 +28,8 @@ class AttentionConfig:
         max_registers: most registers of a thread; None leaves the number to the compiler.
         programs_per_sm: programs for each streaming multiprocessor, which determine the number of splits. A
             multiprocessor has room for at least this many at once.
-        least_tiles: tiles of a split that pay for a second warp per scheduler. Shorter splits become half as many.
+        least_tiles: the least tiles of a split with which a second warp per scheduler pays. If splits would be shorter,
+            there are half as many.
     """
 
     rows: int

@@ -87,8 +87,8 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
 def multiplies_pairs(operand):
     """Whether :func:`unrotate_levels` multiplies two runs of 16 channels at once, by a matrix with two blocks.
 
-    Of 16 channels of 8-bit codes that were joined, Triton gives each of four threads 8 channels (``kWidth``), and
-    computes wrong products. Products of warpgroups, which only Hopper has, are right.
+    If 16 channels come from joined tiles of 8-bit codes, Triton gives each of four threads 8 channels (``kWidth``),
+    more than there are, and computes wrong products. Only Hopper has products of warpgroups, which are right.
     """
     on_hopper = has_ptx() and target_info.cuda_capability_geq(9, 0) and not target_info.cuda_capability_geq(10, 0)
     return run_channels(operand) == 16 and not on_hopper

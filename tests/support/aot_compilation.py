@@ -80,7 +80,7 @@ class CompileOnly:
 
 
 def check_columns_of_threads(ttgir):
-    """Four threads share a row of the first operand of a product, ``kWidth`` neighbouring columns each.
+    """Check that rows of first operands have columns for the four threads that share a row, ``kWidth`` for each.
 
     If there are fewer columns, Triton computes wrong products (joined tiles of 8 columns, Triton 3.6).
     """
