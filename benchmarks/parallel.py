@@ -1,4 +1,4 @@
-"""A decode step on one GPU and on several: tensor parallel and context parallel.
+"""A decode step on one GPU and on several: tensor parallel, context parallel and both on the same ranks.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py [--tensor-shape 8,32/8,128,32768] [--layers 16] ...
     python benchmarks/parallel.py --help
@@ -9,6 +9,8 @@ wait. The baseline of a row is the same step on one rank.
 - tensor parallel: PyTorch distributes weights and KV heads (``parallelize_module``). Caches are full of random values.
 - context parallel: every rank has all weights and a part of the tokens (``context_parallel=``). Their
   shards are full of random values.
+- helix: context parallel, and PyTorch distributes the weights of MLPs over the same ranks (Helix parallelism,
+  arXiv 2507.07120).
 
 The logits of the first step are compared with the logits of one rank on the same cache. All ranks begin a repeat at the
 same time. The slowest rank determines the time of the repeat.
@@ -47,9 +49,14 @@ FILLED_AT_ONCE = 240 * 64
 STEPS = 20
 """Steps of a repeat."""
 
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-ROWS = ("self_attn.o_proj", "mlp.down_proj")
-"""Linear layers whose weights are split by columns, and layers whose outputs are then summed over the ranks."""
+MLP = {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel, "mlp.down_proj": RowwiseParallel}
+ATTENTION = {f"self_attn.{name}_proj": ColwiseParallel for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel}
+"""How linear layers are split: by columns, or by rows, so that their outputs are summed over the ranks."""
+
+SPLIT_LAYERS = {"tensor parallel": ATTENTION | MLP, "context parallel": {}, "helix": MLP}
+"""The linear layers that every case splits."""
+
+CASES = [case.split()[0] for case in SPLIT_LAYERS]
 
 MODES: dict[str, dict[str, Any]] = {"default": {}, "reduce-overhead": {"triton.cudagraphs": True}}
 
@@ -83,13 +90,11 @@ class Ranks:
             torch.cuda.synchronize()
 
 
-def distributed(model: Any, ranks: Ranks) -> Any:
-    """The model with the weights and the heads of this rank in every layer; embeddings stay whole."""
-    if ranks.mesh is not None:
-        plan = {f"layers.*.{name}": ColwiseParallel() for name in COLUMNS} | {
-            f"layers.*.{name}": RowwiseParallel() for name in ROWS
-        }
-        parallelize_module(model.model, ranks.mesh, plan)
+def distributed(model: Any, case: str, ranks: Ranks) -> Any:
+    """The model with this rank's part of the weights that ``case`` splits; embeddings stay whole."""
+    layers = SPLIT_LAYERS[case]
+    if ranks.mesh is not None and layers:
+        parallelize_module(model.model, ranks.mesh, {f"layers.*.{name}": style() for name, style in layers.items()})
     return model
 
 
@@ -139,7 +144,7 @@ class Job:
     """A step that is measured on one rank and on all ranks.
 
     Attributes:
-        case: ``tensor parallel`` or ``context parallel``.
+        case: a key of SPLIT_LAYERS.
         shape: its caches.
         policy: the policy of kvcompile; None for plain ``torch.compile``.
         mode: a key of MODES.
@@ -153,7 +158,7 @@ class Job:
     def compile(self, model: Any, ranks: Ranks) -> Any:
         if self.policy is None:
             return torch.compile(model, dynamic=False, options=MODES[self.mode])
-        split = ranks.mesh if self.case == "context parallel" else None
+        split = None if self.case == "tensor parallel" else ranks.mesh
         backend = kvcompile.kvquant(
             policy=self.policy, context_parallel=split, on_unsupported="error", options=MODES[self.mode]
         )
@@ -162,7 +167,7 @@ class Job:
     def cache(self, model: Any, ranks: Ranks) -> Any:
         """An empty cache for this rank, packed from the start if there is a policy."""
         shape, policy = self.shape, self.policy
-        if self.case == "context parallel":
+        if self.case != "tensor parallel":
             return kvcompile.static_cache(model, shape.batch, shape.context, policy, ranks.mesh)
         cache = transformers.StaticCache(config=model.config, max_cache_len=shape.context)
         heads = shape.num_kv_heads // ranks.size
@@ -191,8 +196,7 @@ def measure(job: Job, ranks: Ranks, args: argparse.Namespace) -> Measured:
     torch._dynamo.reset()
     gc.collect()
     model = random_model(config(job.shape, args.layers, args.vocab_size), DTYPE, DEVICE)
-    if job.case == "tensor parallel":
-        model = distributed(model, ranks)
+    model = distributed(model, job.case, ranks)
     compiled = job.compile(model, ranks)
     cache = job.cache(model, ranks)
     fill(cache, ranks)
@@ -242,6 +246,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         result += [
             Job("tensor parallel", args.tensor_shape, args.policy, mode),
             Job("context parallel", args.context_shape, args.policy, mode),
+            Job("helix", args.context_shape, args.policy, mode),
             Job("tensor parallel", args.tensor_shape, None, mode),
         ]
     return [job for job in result if job.case.split()[0] in args.cases]
@@ -249,7 +254,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=["tensor", "context"], default=["tensor", "context"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     shape = argument(Shape.parse)
     parser.add_argument("--tensor-shape", type=shape, default="8,32/8,128,32768", help="default: %(default)s")
     parser.add_argument("--context-shape", type=shape, default="1,32/8,128,1048576", help="default: %(default)s")

@@ -21,7 +21,7 @@ from kvcompile.kernels.attention.launch_prefill import attend_prefill, dequantiz
 from kvcompile.kernels.attention.splits import combine_kernel
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import Launcher, ceil_div, exact_precision, precision
-from kvcompile.kernels.lang.triton import tl
+from kvcompile.kernels.lang.triton import tl, triton
 from kvcompile.kernels.latent.launch import attend_latents, config_of, operand_of, store_latents
 from kvcompile.kernels.latent.tiles import LatentOperand
 from kvcompile.kernels.layout.operand import PackedOperand, in_pieces, operand_and_scale, packed_operand
@@ -173,19 +173,31 @@ def _merge_splits(
     batch, num_heads, q_len, _ = call.query.shape
     num_rows, early = batch * num_heads * q_len, launcher.early_start(call.query.device)
     one_split = splits.packed == 1
-    rows_at_once, splits_at_once = (4, 1) if one_split else (1, 16 if splits.packed <= 16 else 64)
-    elements = rows_at_once * splits_at_once * value.padded_head_dim
+    rows_at_once, splits_at_once, channels = _tile_of_merge(splits.packed, value)
+    elements = rows_at_once * splits_at_once * channels
     ranges, positions = lse, 0
     if call.ranges is not None and splits.tile_tokens > 0 and not one_split and q_len <= RANGES_AT_ONCE:
         ranges, positions = call.ranges, RANGES_AT_ONCE
     launch_combine(
-        (ceil_div(num_rows, rows_at_once), 1, 1),
+        (ceil_div(num_rows, rows_at_once), ceil_div(value.head_dim, channels), 1),
         (partial, lse, lse if sinks is None else sinks.contiguous(), ranges, out, lse if out_lse is None else out_lse),
         (),
         (num_rows, splits.packed, splits.exact, splits.exact_items, num_heads, q_len, splits.tile_tokens),
-        (value, sinks is not None, rows_at_once, splits_at_once, positions, bool(early), out_lse is not None),
+        (value, sinks is not None, rows_at_once, splits_at_once, channels, positions, bool(early), out_lse is not None),
         {"num_warps": max(1 if one_split else 4, elements // 2048), **early},  # up to 64 elements per thread
     )
+
+
+def _tile_of_merge(splits: int, value: PackedOperand) -> tuple[int, int, int]:
+    """Rows, splits and channels that a program of the merge reads at once.
+
+    More than 64 splits are outputs of few rows. Their channels are then divided among programs, so that more of the
+    device takes part. Undoing a rotation needs all channels.
+    """
+    if splits == 1:
+        return 4, 1, value.padded_head_dim
+    at_once = min(max(16, triton.next_power_of_2(splits)), 128)
+    return 1, at_once, value.padded_head_dim if value.rotated or splits <= 64 else min(32, value.padded_head_dim)
 
 
 def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data: Tensor) -> tuple[Any, float]:

@@ -66,10 +66,12 @@ def store_output(
 def combine_kernel(
     partial_ptr, lse_ptr, sinks_ptr, range_ptr, out_ptr, out_lse_ptr,
     num_rows, num_splits, exact_splits, exact_items, num_heads, q_len, tile_tokens,
-    VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHANNELS: tl.constexpr,
     POSITIONS: tl.constexpr, STARTS_EARLY: tl.constexpr, WITH_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of ROWS query rows by their log-sum-exp, and undo the rotation. Grid (num_rows / ROWS,).
+    """Merge the splits of ROWS query rows by their log-sum-exp, and undo the rotation.
+
+    Grid (num_rows / ROWS, padded_head_dim / CHANNELS).
 
     Args:
         partial_ptr: float32 [num_splits + exact_splits, num_rows, head_dim]; rows are [batch, num_heads, q_len]. The
@@ -85,6 +87,7 @@ def combine_kernel(
         out_lse_ptr: with WITH_LSE float32 [num_rows, 2], the log-sum-exp of all splits, in the form of ``lse_ptr``.
         tile_tokens: tokens of a tile of the decode kernel.
         SPLITS: splits that are read at once.
+        CHANNELS: channels that a program merges, a power of two; all channels if the format is rotated.
         POSITIONS: 0 without ranges; otherwise at least ``q_len``, and ROWS is 1.
         STARTS_EARLY: whether the kernel may start before the kernel that computes the splits has ended.
     """
@@ -105,32 +108,32 @@ def combine_kernel(
     else:
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.full([ROWS], 0.0, tl.float32)
-    acc = tl.full([ROWS, VALUE.padded_head_dim], 0.0, tl.float32)
-    state = (maximum, total, acc)
-    state = _add_splits(state, partial_ptr, lse_ptr, row, num_rows, 0, merged_splits, VALUE, SPLITS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    state = (maximum, total, tl.full([ROWS, CHANNELS], 0.0, tl.float32))
+    state = _add_splits(state, partial_ptr, lse_ptr, row, channel, num_rows, 0, merged_splits, VALUE, SPLITS)
     maximum, total, acc = state
     if VALUE.rotated:
+        tl.static_assert(VALUE.padded_head_dim == CHANNELS)
         acc = unrotate(acc, VALUE)
     state = (maximum, total, acc)
     state = _add_splits(
-        state, partial_ptr, lse_ptr, row, num_rows, num_splits, num_splits + exact_splits, VALUE, SPLITS
+        state, partial_ptr, lse_ptr, row, channel, num_rows, num_splits, num_splits + exact_splits, VALUE, SPLITS
     )
     maximum, total, acc = state
     if WITH_LSE:
         store_log_sum(out_lse_ptr, row, maximum, tl.log2(total), total > 0, row < num_rows)
     out = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
-    channel = tl.arange(0, VALUE.padded_head_dim)[None, :]
-    out_ptrs = out_ptr + row[:, None] * VALUE.head_dim + channel
-    tl.store(out_ptrs, out, mask=(row < num_rows)[:, None] & (channel < VALUE.head_dim))
+    out_ptrs = out_ptr + row[:, None] * VALUE.head_dim + channel[None, :]
+    tl.store(out_ptrs, out, mask=(row < num_rows)[:, None] & (channel < VALUE.head_dim)[None, :])
 
 
 @jit
 def _add_splits(
-    state, partial_ptr, lse_ptr, row, num_rows, first_split, end_split, VALUE: tl.constexpr, SPLITS: tl.constexpr
+    state, partial_ptr, lse_ptr, row, channel, num_rows, first_split, end_split,
+    VALUE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The state (maximum, total, acc) of :func:`combine_kernel` after the splits from first_split to end_split."""
     maximum, total, acc = state
-    channel = tl.arange(0, VALUE.padded_head_dim)
     in_head = (channel < VALUE.head_dim)[None, :]
     for first in range(first_split, end_split, SPLITS):
         split = first + tl.arange(0, SPLITS)[None, :]

@@ -287,6 +287,13 @@ def test_the_number_of_splits_does_not_matter(num_sms, device, monkeypatch):
     case.check((torch.arange(case.kv_len) < 150).expand(1, 1, 1, -1))
 
 
+@pytest.mark.parametrize(("splits", "value"), in_turn([16, 17, 64, 65, 128, 129], [INT8, "int4_per_token_head"]))
+def test_any_number_of_splits_is_merged(splits, value, device, monkeypatch):
+    monkeypatch.setattr(launch, "num_splits", lambda *arguments: splits)
+    case = Case(device, value=value, kv_len=64 * splits - 3, head_dim=16, v_head_dim=80)
+    case.check(sinks=torch.tensor([0.5, -1.0]))
+
+
 @pytest.mark.parametrize("q_len", [1, 3, 17])
 def test_positions_and_sequences_see_different_ranges_of_a_long_cache(q_len, device, monkeypatch):
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
