@@ -48,7 +48,9 @@ def test_a_hand_written_model_divides_heads_and_tokens(ranks: list[dict[str, Any
         assert shape == (1, program.KV_HEADS // 2, 128, WIDTH), "half of the heads, and two of three blocks"
 
 
-def test_a_llama_of_transformers_divides_heads_and_tokens(ranks: list[dict[str, Any]], checkpoint: Path) -> None:
+def test_a_llama_divides_heads_and_tokens_and_its_mlps_over_the_ranks_of_the_tokens(
+    ranks: list[dict[str, Any]], checkpoint: Path
+) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(checkpoint).eval()
     cache = transformers.StaticCache(config=model.config, max_cache_len=program.CAPACITY)
     check(ranks, "Llama", program.llama(model, cache))

@@ -35,6 +35,7 @@ def hand_written(own_heads: int) -> CachedAttention:
 RANK_THAT_REFUSES = 3
 
 PLAN = {"q": ColwiseParallel, "k": ColwiseParallel, "v": ColwiseParallel, "o": RowwiseParallel}
+MLP_PLAN = {"gate": ColwiseParallel, "up": ColwiseParallel, "down": RowwiseParallel}
 
 
 @torch.no_grad()
@@ -56,6 +57,8 @@ def main(checkpoint: str, output: Path) -> None:
         model = transformers.LlamaForCausalLM.from_pretrained(checkpoint).eval()
         attention = {f"model.layers.*.self_attn.{name}_proj": kind() for name, kind in PLAN.items()}
         model = parallelize_module(model, mesh["tp"], attention)
+        mlp = {f"model.layers.*.mlp.{name}_proj": kind() for name, kind in MLP_PLAN.items()}
+        model = parallelize_module(model, mesh["cp"], mlp)
         cache = kvcompile.static_cache(model, 1, CAPACITY, "float32", context_parallel=mesh["cp"])
         result["Llama"] = llama(torch.compile(model, backend=backend, dynamic=False), cache)
         result["Llama cache"] = type(cache.layers[0].keys).__name__, cache.layers[0].keys.local.shape
