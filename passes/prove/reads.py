@@ -234,11 +234,24 @@ def _axes_of_root(dims: list[list[Factor]], index_map: IndexMap, gathers: bool, 
 
 
 def _are(dim: list[Factor], axis: int, index_map: IndexMap, *, repeated: bool = False) -> bool:
-    """Whether a dimension holds neighbours along ``axis`` only. ``repeated`` allows repetitions, too."""
+    """Whether a dimension holds neighbours along ``axis`` only. ``repeated`` allows repetitions, too.
+
+    A dimension without factors holds one index of the axis, such as the only sequence of ``cache[:1]``.
+    """
     found = [factor for factor in dim if not (repeated and factor.axis is None)]
     if statically_known_true(index_map.base[axis] == 1):
         return not found
+    if not found:
+        return _axes_of_one_index(index_map) == [axis]
     return [factor.axis for factor in found] == [axis] and statically_known_true(found[0].step == 1)
+
+
+def _axes_of_one_index(index_map: IndexMap) -> list[int]:
+    """The axes of several elements of which the view has one. With two such axes, an order would be a guess."""
+    shown = index_map.axes()
+    return [
+        axis for axis, size in enumerate(index_map.base) if axis not in shown and not statically_known_true(size == 1)
+    ]
 
 
 def _divides(dims: list[list[Factor]], index_map: IndexMap, batch: int) -> bool:

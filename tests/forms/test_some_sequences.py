@@ -75,8 +75,19 @@ def of_the_first_behind_tokens(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, va
     return attend(q, keys[:, :batch].transpose(0, 1), values[:, :batch].transpose(0, 1), visible)
 
 
+def of_the_first_in_products(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    """As in Meta's Llama. Products drop the dimension of one sequence, or of the first token."""
+    batch, n = k.shape[:2]
+    keys[:batch, start : start + n], values[:batch, start : start + n] = k, v
+    read = (x[:batch, : start + n].repeat_interleave(NUM_HEADS // NUM_KV_HEADS, 2) for x in (keys, values))
+    q, k, v = (x.transpose(1, 2) for x in (q, *read))
+    hidden = torch.full((n, n), float("-inf"), device=q.device).triu(1)
+    mask = torch.hstack([torch.zeros(n, start, device=q.device), hidden])
+    return ((q @ k.transpose(2, 3)) / HEAD_DIM**0.5 + mask).softmax(-1) @ v
+
+
 STEPS = {of_the_first: (2, "bthd"), of_later_sequences: (2, "bthd"), of_one_and_heads_first: (1, "bthd")}
-STEPS[of_the_first_behind_tokens] = (3, "tbhd")
+STEPS |= {of_the_first_behind_tokens: (3, "tbhd"), of_the_first_in_products: (1, "bthd")}
 
 
 @pytest.mark.sampled(3)
@@ -90,6 +101,7 @@ STEPS[of_the_first_behind_tokens] = (3, "tbhd")
             (of_later_sequences, "int4"),
             (of_one_and_heads_first, "int4"),
             (of_the_first_behind_tokens, "int8_per_token_head"),
+            (of_the_first_in_products, "int8_per_token_head"),
         ],
         generated_on_cpu=[(of_later_sequences, "int4")],
     ),
@@ -111,6 +123,18 @@ def test_only_the_sequences_of_a_step_are_written_and_read(
         assert isinstance(cache, PackedTensor)
         torch.testing.assert_close(cache.dequantize(), other.dequantize(), rtol=0, atol=1e-5)
     assert all("of some sequences" in cache.write_form for cache in last_report().sites[0].caches)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_the_first_token_of_several_sequences_is_packed() -> None:
+    caches = [torch.randn(MAX_BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)]
+    run, expected = compiled(of_the_first_in_products, "float32"), [cache.clone() for cache in caches]
+    for start in range(3):
+        new = new_tokens(2, 1, "cpu")
+        torch.testing.assert_close(run(*new, *caches, start), of_the_first_in_products(*new, *expected, start))
+    for cache, other in zip(caches, expected, strict=True):
+        assert isinstance(cache, PackedTensor)
+        assert torch.equal(cache.dequantize(), other)
 
 
 @pytest.mark.parametrize("starts_packed", [True, pytest.param(False, marks=pytest.mark.slow)])
