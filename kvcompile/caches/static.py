@@ -32,6 +32,12 @@ MOST_DIFFERENT = 0.1
 
 Ten small models in bfloat16 reach 0.007."""
 
+WHY_NOT_FLEX = (
+    "Transformers compiles flex_attention by itself, and this code cannot read packed caches; "
+    "call model.set_attn_implementation('sdpa')"
+)
+"""Why a model that attends by ``flex_attention`` gets no packed cache."""
+
 _TENSORS: tuple[tuple[str, Role], ...] = (("keys", "key"), ("values", "value"))
 
 
@@ -80,10 +86,7 @@ def static_cache(
             "kvcompile.PackedTensor.zeros, or let compiled steps pack the caches that it makes itself"
         )
     if attends_by_flex(config):
-        raise KVCompileError(
-            "static_cache: Transformers compiles flex_attention by itself, and this code cannot read packed caches; "
-            "call model.set_attn_implementation('sdpa')"
-        )
+        raise KVCompileError(f"static_cache: {WHY_NOT_FLEX}")
     filled = _filled(model, config, batch_size, max_len)
     cache = StaticCache(config=config, max_cache_len=max_len)
     modules = attention_modules(model)

@@ -34,12 +34,13 @@ from kvcompile.caches.pages import has_packed_pages
 from kvcompile.caches.prompt import updating_layers
 from kvcompile.caches.prompt_kernels import precompile_prompt
 from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_layers
-from kvcompile.caches.static import attention_modules
+from kvcompile.caches.static import WHY_NOT_FLEX, attention_modules
 from kvcompile.call.key_outliers import examine
 from kvcompile.compat.modules import COMPILED_CALL, uncompiled_call
 from kvcompile.compat.transformers import (
     COMPILES_FOR_ITSELF,
     PREPARE_CACHE,
+    attends_by_flex,
     cache_argument_of_generate,
     makes_dynamic_caches,
     renamed_cache,
@@ -60,6 +61,9 @@ _METHODS = {
     "init_continuous_batching": "init_batching",
 }
 """Maps each method of a model that a Generation replaces to the method of the Generation."""
+
+_FORWARDS = "_kvcompile_forwards"
+"""An attribute of the methods that call a Generation. A deep copy of a model still has them, bound to the copy."""
 
 _COMPILED_CODE = threading.RLock()
 """Held while compiled code runs, because PyTorch refuses to run it while another thread traces a graph."""
@@ -123,17 +127,20 @@ class Generation:
         self._looks = backend.options.policy.key_outliers != "ignore"
         self._is_exact = backend.options.policy.prefill == "exact"
         self._has_served = False
+        self._explained: set[str] = set()
         self._compiled = torch.compile(uncompiled_call(model), backend=backend, **how)
         self._recorded = torch.compile(uncompiled_call(model), backend=backend.with_mode("reduce-overhead"), **how)
         replaced: dict[str, Any] = {name: _forwarding(name, model) for name in _METHODS}
         replaced |= {COMPILED_CALL: self._call_model, _ATTRIBUTE: self}
-        self._before = {name: vars(model).get(name) for name in replaced}
+        own = {name: vars(model).get(name) for name in replaced}
+        self._before = {name: None if hasattr(method, _FORWARDS) else method for name, method in own.items()}
         vars(model).update(replaced)
 
     @staticmethod
     def of(model: nn.Module) -> Generation | None:
-        """The Generation of ``model``, or None."""
-        return vars(model).get(_ATTRIBUTE)
+        """The Generation of ``model``, or None, also for a shallow copy of a model that has one."""
+        generation: Generation | None = vars(model).get(_ATTRIBUTE)
+        return generation if generation is not None and generation._model is model else None
 
     def remove(self) -> None:
         """Restore the methods and calls of the model."""
@@ -173,6 +180,8 @@ class Generation:
             cache = self._taken(num_sequences, max(max_cache_length, config.max_cache_len or 0), mode.value)
             if cache is not None:
                 model_kwargs[self._cache_argument] = request.served = cache
+                if config.disable_compile or config.max_new_tokens == 1:
+                    report.served_eagerly()
         if request is None or request.served is None:
             self._original(PREPARE_CACHE)(config, model_kwargs, mode, batch_size, max_cache_length)
             if cache is not None:
@@ -256,6 +265,8 @@ class Generation:
         caches = self._caches
         if caches is None:
             return None
+        if attends_by_flex(self._model.config):
+            return self._explain(WHY_NOT_FLEX)  # a later request may attend otherwise
         if not makes_dynamic_caches(self._model):
             return self._stop_serving("Transformers makes no cache with layers of keys and values for it")
         try:
@@ -274,6 +285,12 @@ class Generation:
         """Leave the caches of this and later requests to Transformers. The report says why if there is a ``reason``."""
         self._caches = None
         if reason is not None:
+            self._explain(reason)
+
+    def _explain(self, reason: str) -> None:
+        """Say once why requests get no packed cache, in a log and in the report."""
+        if reason not in self._explained:
+            self._explained.add(reason)
             report.note(f"generate() of this {type(self._model).__name__} runs without a packed cache: {reason}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -348,5 +365,6 @@ def _forwarding(name: str, model: nn.Module) -> Callable[..., Any]:
             return getattr(type(self), name)(self, *args, **kwargs)
         return getattr(generation, _METHODS[name])(*args, **kwargs)
 
+    setattr(forward, _FORWARDS, True)
     forward.__name__ = name  # pickle stores a method by name, so a copy gets the method of its class
     return MethodType(forward, model)

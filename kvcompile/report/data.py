@@ -207,11 +207,13 @@ class ReportData:
         remarks: events of the run, one line each, e.g. that keys have outlier channels.
         runs: the calls of every graph with packed caches, by ``id`` of the graph. Graphs that were compiled before the
             report was opened are included.
+        eager_requests: the requests of ``generate()`` that got a packed cache and compile no decode step.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     runs: dict[int, Runs] = field(default_factory=dict, compare=False)
+    eager_requests: int = 0
 
     @property
     def notes(self) -> list[str]:

@@ -91,6 +91,13 @@ def note(text: str) -> None:
     log.warning("%s", text)
 
 
+def served_eagerly() -> None:
+    """Count a request of ``generate()`` that got a packed cache and compiles no decode step, in any thread."""
+    with _lock:
+        for report in (_last, *_collecting):
+            report.eager_requests += 1
+
+
 def ran(graph: GraphReport, plain_because: str | None = None) -> None:
     """Count a call of a graph with packed caches. Any thread may call this.
 
@@ -127,7 +134,7 @@ def collect_reports() -> Iterator[Report]:
         _collecting.append(report)
     try:
         yield report
-        if not report.graphs and not report.calls:
+        if not (report.graphs or report.calls or report.eager_requests):
             breaks = ", ".join(str(place) for place in breaks_since(known_breaks)[:_BREAKS])
             report.remarks.append(f"{UNUSED}; graphs broke at {breaks}" if breaks else UNUSED)
             log.warning("%s", report.remarks[-1])

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 import kvcompile
 from kvcompile import KVCompileError, OptionsError, PackedTensor, collect_reports
 from kvcompile.compat.transformers import with_cache
+from kvcompile.generation import generate
 from kvcompile.generation.generate import Generation
 
 transformers = pytest.importorskip("transformers")
@@ -600,6 +601,21 @@ def test_no_cache_is_packed_for_attention_that_transformers_compiles_itself() ->
     assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
 
 
+def test_a_request_whose_steps_run_eagerly_is_not_taken_for_one_without_packed_caches() -> None:
+    with collect_reports() as report:
+        generated(compiled_llama(), inputs=REPETITIVE, disable_compile=True)
+    assert report.remarks == []
+    assert report.eager_requests == 1
+
+
+def test_a_model_may_attend_otherwise_in_its_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kvcompile.compile(attention_llama(num_layers=1), policy=LOSSLESS)
+    for by_flex in (True, False, True):
+        monkeypatch.setattr(generate, "attends_by_flex", lambda config, by_flex=by_flex: by_flex)
+        result = generated(model, inputs=REPETITIVE, return_dict_in_generate=True, disable_compile=True)
+        assert isinstance(result.past_key_values.layers[0].keys, PackedTensor) is not by_flex
+
+
 def test_one_call_undoes_it() -> None:
     model = attention_llama(num_layers=1)
     before = dict(vars(model))
@@ -632,6 +648,18 @@ def test_copies_generate_as_their_class_does(made: list[Any]) -> None:
         assert torch.equal(result.sequences, expected)
         assert type(result.past_key_values) is transformers.DynamicCache
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_can_be_compiled_too(copied: Callable[[Any], Any]) -> None:
+    model = compiled_llama()
+    other = kvcompile.compile(copied(model), policy=LOSSLESS)
+    for each in (model, other):
+        result = generated(each, inputs=REPETITIVE, return_dict_in_generate=True)
+        assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
+    kvcompile.uncompile(other)
+    assert Generation.of(other) is None
+    assert Generation.of(model) is not None
 
 
 def test_calls_outside_of_generate_are_compiled_as_by_model_compile() -> None:
