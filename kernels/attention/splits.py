@@ -71,7 +71,7 @@ def combine_kernel(
 ):  # fmt: skip
     """Merge the splits of ROWS query rows by their log-sum-exp, and undo the rotation.
 
-    Grid (num_rows / ROWS, padded_head_dim / CHANNELS).
+    Grid (num_rows / ROWS, head_dim / CHANNELS). The programs of a row store the same log-sum-exp.
 
     Args:
         partial_ptr: float32 [num_splits + exact_splits, num_rows, head_dim]; rows are [batch, num_heads, q_len]. The

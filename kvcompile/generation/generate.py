@@ -138,7 +138,7 @@ class Generation:
 
     @staticmethod
     def of(model: nn.Module) -> Generation | None:
-        """The Generation of ``model``, or None, also for a shallow copy of a model that has one."""
+        """The Generation of ``model``, or None. A shallow copy has the attribute of its original, but no Generation."""
         generation: Generation | None = vars(model).get(_ATTRIBUTE)
         return generation if generation is not None and generation._model is model else None
 

@@ -379,7 +379,7 @@ def test_causal_prefill_attention_compiles_and_hardly_spills(attending, monkeypa
     (kernel,) = attending["prefill_attention"]
     instructions = kernel.asm["sass"].splitlines()
     assert re.search("HGMMA|HMMA", kernel.asm["sass"])
-    assert count(instructions, "LDL") + count(instructions, "STL") < len(instructions) / 80
+    assert count(instructions, "LDL") + count(instructions, "STL") < len(instructions) / 100
 
 
 @pytest.mark.parametrize(
