@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from kvcompile.compat.distributed import local_shard
+from kvcompile.compat.guards import remember_specs
 from kvcompile.compat.tensors import is_distributed, is_traceable_wrapper_subclass
 from kvcompile.compat.tracing import detect_fake_mode
 from kvcompile.errors import OptionsError
@@ -63,6 +65,7 @@ class LocalShards:
             self.example_inputs[place] = shard = _fake_of(self.example_inputs[place], placeholders[place])
             _take_shard(placeholders[place], placeholders[-1], shard)
         if self._places:
+            remember_specs()
             gm.recompile()
 
     @property
@@ -75,9 +78,8 @@ class LocalShards:
         if not self._places:
             return args
         result = list(args)
-        with torch.no_grad():  # ``to_local`` then returns the shard itself
-            for place in self._places:
-                result[place] = args[place].to_local()
+        for place in self._places:
+            result[place] = local_shard(args[place])
         return result
 
 
@@ -97,7 +99,7 @@ def explained_error(error: Exception, example_inputs: Sequence[Any]) -> OptionsE
 
 def _is_distributed_parameter(value: Any, source: str) -> bool:
     is_parameter = "._parameters[" in source
-    return is_parameter and is_distributed(value) and not is_traceable_wrapper_subclass(value.to_local())
+    return is_parameter and is_distributed(value) and not is_traceable_wrapper_subclass(local_shard(value))
 
 
 def _fake_of(shard: Tensor, placeholder: Node) -> Tensor:

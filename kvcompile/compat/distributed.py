@@ -1,4 +1,4 @@
-"""Private names of process groups. Context parallelism needs them; there is no fallback."""
+"""Private names of process groups and DTensors. Several GPUs need them; there is no fallback."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """``x`` of all ranks of a group, concatenated along the first dimension. Traced graphs contain this collective."""
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_gather_into_tensor(x, size, group))  # type: ignore[no-any-return]
+
+
+def local_shard(x: Any) -> Tensor:
+    """The shard of a DTensor that this process holds. ``to_local`` makes a view of it, which takes longer."""
+    return x._local_tensor  # type: ignore[no-any-return]
 
 
 def group_name(group: Any) -> str:

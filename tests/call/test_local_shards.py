@@ -85,3 +85,44 @@ def test_packed_caches_are_not_concealed_beside_distributed_parameters(
     torch.manual_seed(0)
     monkeypatch.setattr(inputs.Concealed, "of", lambda cache: pytest.fail("a packed cache was concealed"))
     three_steps(Attention(mesh), "int8_per_token_head")
+
+
+def test_a_parameter_that_is_distributed_otherwise_is_compiled_again(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = Attention(mesh)
+    weight = model.project.detach().to_local()
+    step = torch.compile(model, backend=kvcompile.kvquant(policy="float32"))
+    x = torch.randn(1, 1, 1, WIDTH)
+
+    def distribute(placement: Any) -> None:
+        model.project = nn.Parameter(distribute_tensor(weight, mesh, [placement]))
+
+    with torch.no_grad(), running_node_by_node():
+        first = step(x, torch.tensor([0]))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            distribute(Shard(0))  # an equal specification, but another object
+            torch.testing.assert_close(step(x, torch.tensor([0])), first)
+            distribute(Replicate())
+            with pytest.raises(RuntimeError, match="recompile"):
+                step(x, torch.tensor([0]))
+        torch.testing.assert_close(step(x, torch.tensor([0])), first)
+
+
+def test_a_known_specification_is_not_compared_again(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Attention(mesh)
+    step = torch.compile(model, backend=kvcompile.kvquant(policy="float32"))
+    x = torch.randn(1, 1, 1, WIDTH)
+    with torch.no_grad(), running_node_by_node():
+        step(x, torch.tensor([0]))
+        step(x, torch.tensor([1]))
+        compared = []
+        spec = type(model.project._spec)
+        compare = spec._check_equals
+        monkeypatch.setattr(
+            spec,
+            "_check_equals",
+            lambda own, *others, **options: compared.append(own) or compare(own, *others, **options),
+        )
+        step(x, torch.tensor([2]))
+    assert not compared
