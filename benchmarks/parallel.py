@@ -13,7 +13,8 @@ wait. The baseline of a row is the same step on one rank.
   arXiv 2507.07120).
 
 The logits of the first step are compared with the logits of one rank on the same cache. All ranks begin a repeat at the
-same time. The slowest rank determines the time of the repeat.
+same time. The slowest rank determines the time of the repeat. The section "Faster steps" of docs/parallel.md describes
+the settings: CUDA graphs, NCCL_GRAPH_MIXING_SUPPORT=0 and no guards on modules.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ CASES = [case.split()[0] for case in SPLIT_LAYERS]
 
 MODES: dict[str, dict[str, Any]] = {"default": {}, "reduce-overhead": {"triton.cudagraphs": True}}
 
+UNCHECKED_MODULES = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+"""The option of ``torch.compile`` that drops guards on modules and parameters; nothing here changes them."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -84,10 +88,15 @@ class Ranks:
         return largest.tolist()
 
     def begin_together(self) -> None:
+        synchronize()  # the barrier may not overlap a CUDA graph with collectives
         if self.mesh is not None:
             dist.barrier()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
+
+
+def synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def distributed(model: Any, case: str, ranks: Ranks) -> Any:
@@ -133,8 +142,7 @@ def time_steps(step: Callable[[], object], cache: Any, ranks: Ranks, repeats: in
         begin = time.perf_counter()
         for _ in range(STEPS):
             step()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
         seconds.append((time.perf_counter() - begin) / STEPS)
     return Timing.of(ranks.slowest(seconds[1:]), "wall clock")
 
@@ -157,12 +165,12 @@ class Job:
 
     def compile(self, model: Any, ranks: Ranks) -> Any:
         if self.policy is None:
-            return torch.compile(model, dynamic=False, options=MODES[self.mode])
+            return torch.compile(model, dynamic=False, options=MODES[self.mode] | UNCHECKED_MODULES)
         split = None if self.case == "tensor parallel" else ranks.mesh
         backend = kvcompile.kvquant(
             policy=self.policy, context_parallel=split, on_unsupported="error", options=MODES[self.mode]
         )
-        return torch.compile(model, dynamic=False, backend=backend)
+        return torch.compile(model, dynamic=False, backend=backend, options=dict(UNCHECKED_MODULES))
 
     def cache(self, model: Any, ranks: Ranks) -> Any:
         """An empty cache for this rank, packed from the start if there is a policy."""
@@ -268,6 +276,7 @@ def main() -> int:
         parser.error("it needs two ranks or more: torchrun --nproc-per-node 2 benchmarks/parallel.py")
     if DEVICE.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
     mesh = dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), mesh)
