@@ -46,6 +46,11 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     """
     place = find_device(device)
     found = _dtype(dtype, place)
+    if is_path(Path(name)) and not is_folder(Path(name)):
+        raise EvaluationError(
+            f"--model {cut(name)}: it is a file, and a model needs weights; give the folder that has the model's "
+            "config.json and weights, or its name on the Hugging Face hub"
+        )
     with _files_of(name) as where:
         from transformers import AutoModelForCausalLM
 

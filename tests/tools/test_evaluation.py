@@ -302,6 +302,22 @@ def test_a_folder_without_a_model_is_a_mistake_in_one_line(tmp_path: Path) -> No
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["eval", "compare", "tune --budget-bits 4.5", "calibrate --output t.safetensors", "calibrate --output t.json"],
+)
+def test_a_file_in_place_of_a_model_is_named_with_what_to_give_instead(command: str, tmp_path: Path) -> None:
+    """Transformers would read the config as weights, and advise to load them without safety."""
+    for file in (Path("config.json"), tmp_path / "weights.txt"):
+        (tmp_path / "weights.txt").write_text("weights")
+        out, err = run(f"{command} --model {file}", code=2)
+        assert out == ""
+        assert err == (
+            f"kvcompile: error: --model {file}: it is a file, and a model needs weights; give the folder that has the "
+            "model's config.json and weights, or its name on the Hugging Face hub\n"
+        )
+
+
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("command", ["eval", "explain"])
 def test_a_name_is_no_model_if_the_hub_does_not_answer(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
