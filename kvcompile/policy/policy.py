@@ -62,6 +62,13 @@ Prefill = Literal["exact", "packed"]
 
 OnKeyOutliers = Literal["ignore", "warn", "promote"]
 
+ENDINGS = (".yaml", ".yml", ".json")
+"""The usual endings of policy files. A file with another ending is read as YAML."""
+
+NOTATIONS = (
+    "policy files are YAML, or JSON if the name ends in .json: write this one as YAML, such as `default: {dtype: int4}`"
+)
+
 MAX_FAULTS = 10
 """The maximum number of faults that are listed."""
 
@@ -257,13 +264,21 @@ class Policy(Strict):
 
     @classmethod
     def from_file(cls, path: Path) -> Policy:
-        """A policy from a file: JSON if its name ends in ``.json``, otherwise YAML."""
+        """A policy from a file: JSON if its name ends in ``.json``, otherwise YAML, whatever the ending."""
         try:
             text = read_text_file(path)
         except (OSError, ValueError) as error:  # ValueError: not a valid path, or not UTF-8
             raise PolicyError(f"{cut(str(path))}: cannot be read: {cut(str(error))}") from None
         parse = parse_json if path.suffix == ".json" else parse_yaml
-        return cls._validate(parse(text, str(path)), str(path), path.parent)
+        try:
+            data = parse(text, str(path))
+            if not isinstance(data, Mapping) and path.suffix not in ENDINGS:
+                raise PolicyError(f"{cut(str(path))}: it has no fields in YAML")
+        except PolicyError as error:
+            if path.suffix in ENDINGS:
+                raise
+            raise PolicyError(f"{error}; {NOTATIONS}") from None
+        return cls._validate(data, str(path), path.parent)
 
     @classmethod
     def _from_name(cls, name: str, origin: str) -> Policy:

@@ -410,6 +410,33 @@ def test_a_file_that_is_no_policy_is_an_error_with_its_name_and_line(
     assert message in error
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('dtype = "int4"', ": it has no fields in YAML"),
+        ('[default]\ndtype = "int4"', ", line 2, column 1: "),
+        ("", ": it has no fields in YAML"),
+    ],
+)
+def test_a_file_with_another_ending_that_is_not_yaml_is_told_what_policy_files_are(
+    tmp_path: Path, text: str, what: str
+) -> None:
+    (tmp_path / "p.toml").write_text(text)
+    error = error_of(tmp_path / "p.toml")
+    assert error.startswith(f"{tmp_path}/p.toml{what}")
+    assert error.endswith(
+        "; policy files are YAML, or JSON if the name ends in .json: write this one as YAML, such as "
+        "`default: {dtype: int4}`"
+    )
+
+
+def test_yaml_is_read_from_a_file_with_any_ending(tmp_path: Path) -> None:
+    (tmp_path / "p.policy").write_text("default: {dtype: int4}")
+    assert Policy.load(tmp_path / "p.policy") == Policy.load({"default": {"dtype": "int4"}})
+    (tmp_path / "p.policy").write_text("default: {dtyp: int4}")
+    assert "unknown field 'dtyp'; did you mean 'dtype'?" in error_of(tmp_path / "p.policy")
+
+
 # Rules that match nothing
 
 SITES = [Site(f"model.layers.{i}.self_attn", i, "sdpa") for i in range(4)]
