@@ -96,7 +96,8 @@ def tune(
         on_progress: called with a description, the number of finished steps, and the number of all steps.
 
     Raises:
-        EvaluationError: ``data`` are not token ids, a format does not exist, nothing can be packed, or no choice fits.
+        EvaluationError: ``data`` are not token ids, a format does not exist, nothing can be packed, no choice fits, or
+            the budget is larger than the plain cache.
         PolicyError: ``transforms`` cannot be read, or belong to another model.
         OSError: ``output`` cannot be written.
     """
@@ -186,20 +187,33 @@ def search_formats(formats: Iterable[str] | None, budget_bits: float, *, has_tra
     if not names:
         raise EvaluationError("there is no format to choose from; name at least one")
     if not (math.isfinite(budget_bits) and budget_bits > 0):
-        raise EvaluationError(f"a budget of {budget_bits:g} bits is not valid: give a number above 0, such as 4.5")
+        sizes = sorted(get_format(name).bits for name in names)
+        raise EvaluationError(
+            f"a budget of {budget_bits:g} bits is not valid: the formats to choose from have codes of {sizes[0]:g} to "
+            f"{sizes[-1]:g} bits; give a number in this range, and a little more for their scales"
+        )
     return names
 
 
 def _check_budget(
     halves: Sequence[HalfCache], numel: int, formats: Iterable[str], plain_itemsize: int, budget_bits: float
 ) -> None:
-    """Raise EvaluationError, before any measurement, if even the smallest formats exceed the budget."""
-    least = plain_itemsize * (numel - sum(half.numel for half in halves))
+    """Raise EvaluationError, before any measurement, if all choices exceed the budget, or none can reach it.
+
+    The largest choice leaves caches unpacked, because the backend may not be able to pack them.
+    """
+    least = most = plain_itemsize * (numel - sum(half.numel for half in halves))
     for half in halves:
         sizes = [size for name in formats if (size := half.nbytes(name)) is not None]
         least += min(sizes, default=plain_itemsize * half.numel)
+        most += max([*sizes, plain_itemsize * half.numel])
     if least > math.floor(budget_bits * numel / 8):
         raise _no_room(budget_bits, 8 * least / numel)
+    if budget_bits * numel > 8 * most:
+        raise EvaluationError(
+            f"a budget of {budget_bits:g} bits is not valid: caches of this model take {8 * least / numel:.4g} bits in "
+            f"the smallest formats and at most {8 * most / numel:.4g} bits; give a number in this range"
+        )
 
 
 def _no_room(budget_bits: float, least_bits: float) -> EvaluationError:

@@ -274,8 +274,13 @@ def test_mistakes_are_named_before_the_search(monkeypatch: pytest.MonkeyPatch) -
         kvcompile.tune(model, tokens, 4, formats=["int9"])
     with pytest.raises(EvaluationError, match="no format to choose from"):
         kvcompile.tune(model, tokens, 4, formats=[])
-    with pytest.raises(EvaluationError, match="a budget of nan bits is not valid: give a number above 0"):
-        kvcompile.tune(model, tokens, float("nan"))
+    for budget in (float("nan"), float("inf"), 0, -4.5):
+        known = rf"a budget of {budget:g} bits is not valid: the formats .* have codes of 2 to 16 bits; give"
+        with pytest.raises(EvaluationError, match=known):
+            kvcompile.tune(model, tokens, budget)
+    known = r"a budget of 99 bits is not valid: .* take 2\.5 bits in the smallest formats and at most 32 bits; give a"
+    with pytest.raises(EvaluationError, match=known):
+        kvcompile.tune(model, tokens, 99, formats=["turboquant_2bit"], decode=1)
     with pytest.raises(EvaluationError, match=r"fits a budget of 2 bits: the smallest choice takes 2\.5"):
         kvcompile.tune(model, tokens, 2, formats=["turboquant_2bit"], decode=1)
 
