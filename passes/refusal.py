@@ -37,8 +37,8 @@ class Reason(enum.Enum):
     part_of_tensor = (
         "its {role} cache is a part of {source}, {detail}",
         "select every cache by constant indices (kv[0], cache[layer, 1], kv[:, 0]) or as one of equal ranges of "
-        "channels (kv.chunk(2, -1)[0]), write one or all of them and use the tensor in no other way in the compiled "
-        "function, or keep the caches in separate tensors",
+        "channels (kv.chunk(2, -1)[0]), write one or all of them at positions of tokens and use the tensor in no other "
+        "way in the compiled function, or keep the caches in separate tensors",
     )
     gathered = (
         "its {role} is gathered by an index from {source}, {detail}",
@@ -103,6 +103,12 @@ class Reason(enum.Enum):
         "its {role} cache is written by {op} in a form that is not recognised: {detail}",
         "write vectors of all heads, with index_copy_, an index or slice assignment, scatter_, copy_ into a slice or "
         "cat; leave tokens out with torch.where(mask, new, old), and reorder sequences with index_select",
+    )
+    overwritten = (
+        "its {role} cache {source} is overwritten as a whole with {new}, and not written by positions",
+        "write the vectors at the positions of all tokens: cache.index_copy_(dim, torch.arange(num_tokens), new), "
+        "where dim is the dimension of tokens; or call kvcompile.pack_ on the cache, and write it outside the compiled "
+        "function",
     )
     used_elsewhere = (
         "its {role} cache {source} is also used by {user}",

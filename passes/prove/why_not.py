@@ -52,7 +52,12 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node 
         return Refusal(Reason.moved, role=role, source=" to ".join(map(str, devices)))
     if is_joined(root):
         return Refusal(Reason.joined, role=role, op=operation(root))
-    if is_copied_back(root):
+    overwritten = _overwritten_with(root)
+    if overwritten is not None:
+        new = root.args[1] if root.target is aten.copy.default else root
+        if first_state(new) is new and not states_behind(new, lambda node: node is overwritten):
+            what = tensor_name(new) if new.op == "placeholder" else f"the result of {operation(new)}"
+            return Refusal(Reason.overwritten, role=role, source=cache_name(overwritten), new=what)
         first = first_state(root)
         op = "copy_" if root.op == "placeholder" else operation((base or root) if first.op == "placeholder" else first)
         return Refusal(Reason.unknown_write, role=role, op=op, detail="its result replaces the whole cache")
@@ -72,12 +77,18 @@ def is_joined(root: Node) -> bool:
 
 def is_copied_back(root: Node) -> bool:
     """Whether an input is overwritten with ``root``, with a later state of it, or with a tensor that contains it."""
+    return _overwritten_with(root) is not None
+
+
+def _overwritten_with(root: Node) -> Node | None:
+    """The input that is overwritten, as in :func:`is_copied_back`; None if there is none."""
     states = states_of(root)
     made_here = states[0].op == "call_function"
-    copied = (states_of(copy.args[1]) for copy in root.graph.find_nodes(op="call_function", target=aten.copy_.default))
-    return any(
-        root in others or (made_here and others[0] is states[0] and not lead_apart(states, others)) for others in copied
-    )
+    for copy in root.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        others = states_of(copy.args[1])
+        if root in others or (made_here and others[0] is states[0] and not lead_apart(states, others)):
+            return copy.args[0]
+    return None
 
 
 def _reached(root: Node) -> Iterator[Node]:

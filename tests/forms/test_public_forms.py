@@ -337,9 +337,10 @@ def test_a_copy_over_the_whole_cache_is_refused_with_a_reason(computed: bool) ->
     out = torch.compile(step, backend="kvquant", options={"on_unsupported": "ignore"})(q, k, *caches)
     torch.testing.assert_close(out, expected)
     (site,) = kvcompile.last_report().sites
-    assert site.reason_code == "unknown_write"
-    assert "copy_" in str(site.reason) or computed
-    assert "its result replaces the whole cache" in str(site.reason)
+    assert site.reason_code == "overwritten"
+    source = "the result of aten.mul (" if computed else "k, and"
+    assert f"its key cache keys is overwritten as a whole with {source}" in str(site.reason)
+    assert "cache.index_copy_(dim, torch.arange(num_tokens), new)" in str(site.remedy)
 
 
 def test_attention_on_shared_latents_is_packed() -> None:

@@ -172,3 +172,57 @@ def test_objects_and_their_attributes_are_searched_once_each() -> None:
     q, values = torch.randn(1, 2, 1, 4), torch.zeros(1, 2, 3, 4)
     compiled(attend, LOSSY)(q, part.keys, values)  # type: ignore[attr-defined]
     assert "its value cache values" in str(kvcompile.last_report().sites[0].reason)
+
+
+def overwritten(cache: Tensor, new: Tensor) -> None:
+    cache.copy_(new)
+
+
+def assigned(cache: Tensor, new: Tensor) -> None:
+    cache[:] = new
+
+
+def written_at_all_positions(cache: Tensor, new: Tensor) -> None:
+    cache.index_copy_(2, torch.arange(SOURCE), new)
+
+
+class WrittenCrossAttention(nn.Module):
+    """The first step of a request writes all keys and values, and the other steps read them."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.write = write
+        for name, cache in zip(("keys", "values"), caches(), strict=True):
+            self.register_buffer(name, torch.zeros_like(cache))
+
+    def forward(self, q: Tensor, new: list[Tensor] | None = None) -> Tensor:
+        if new is not None:
+            self.write(self.keys, new[0] * 2)
+            self.write(self.values, new[1] * 2)
+        return attend(q, self.keys, self.values)
+
+
+@pytest.mark.parametrize("write", [overwritten, assigned])
+def test_the_remedies_of_a_cache_that_is_overwritten_as_a_whole_pack_it(
+    write: Callable[[Tensor, Tensor], None],
+) -> None:
+    refused, by_positions, outside, plain = map(WrittenCrossAttention, (write, written_at_all_positions, write, write))
+    kvcompile.pack_(outside)
+    runs = [compiled(model, LOSSLESS) for model in (refused, by_positions, outside)]
+    runs[0](queries(), caches())
+    (site,) = kvcompile.last_report().sites
+    assert site.reason_code == "overwritten"
+    for _ in range(2):
+        q, new = queries(), caches()
+        expected = plain(q, new)
+        torch.testing.assert_close(runs[0](q, new), expected)
+        torch.testing.assert_close(runs[1](q, new), expected, rtol=1e-4, atol=1e-5)
+        write(outside.keys, new[0] * 2)
+        write(outside.values, new[1] * 2)
+        torch.testing.assert_close(runs[2](q), expected, rtol=1e-4, atol=1e-5)
+        for run in runs[1:]:
+            torch.testing.assert_close(run(q), expected, rtol=1e-4, atol=1e-5)
+    for model in (by_positions, outside):
+        assert isinstance(model.keys, PackedTensor)
+        assert isinstance(model.values, PackedTensor)
+    assert type(refused.keys) is Tensor

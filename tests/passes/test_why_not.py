@@ -87,6 +87,11 @@ def overwritten_with_the_keys(cache: Tensor, new: Tensor) -> Tensor:
     return keys
 
 
+def overwritten_in_another_dtype(cache: Tensor, new: Tensor) -> Tensor:
+    cache.copy_(new.double() * 2)
+    return cache
+
+
 def rows_that_are_written(cache: Tensor, new: Tensor) -> Tensor:
     keys = new * 2
     cache[:, :, 3:4] = keys
@@ -105,7 +110,8 @@ def keys_beside_kept_channels(cache: Tensor, new: Tensor) -> Tensor:
         (summed, Reason.unknown_write),
         (cleared_before_it_is_written, Reason.unknown_write),
         (part_of_a_flipped_cache, Reason.unknown_write),
-        (overwritten_with_the_keys, Reason.unknown_write),
+        (overwritten_with_the_keys, Reason.overwritten),
+        (overwritten_in_another_dtype, Reason.overwritten),
         (rows_that_are_written, Reason.no_cache),
         (keys_beside_kept_channels, Reason.no_cache),
     ],
