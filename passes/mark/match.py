@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.mark.axes import Axis, axes_of
+from kvcompile.passes.mark.cached import PROJECTIONS, CacheReads
 from kvcompile.passes.mark.calls import (
     CASTS,
     PERMUTATIONS,
@@ -34,13 +35,14 @@ from kvcompile.passes.mark.calls import (
     read_call,
     value_of,
 )
-from kvcompile.passes.mark.products import Contraction, read_contraction, read_product
+from kvcompile.passes.mark.products import Contraction, Product, read_contraction, read_product
 from kvcompile.passes.mark.read_attention import CHANNELS, are_weights, has_room_for_scores, product_of, read
 from kvcompile.passes.mark.read_scores import Context, size_one_axis
 from kvcompile.passes.mark.values import (
     Add,
     Exponentials,
     Fill,
+    LogWeights,
     Multiply,
     NotUnderstood,
     Operand,
@@ -52,6 +54,8 @@ from kvcompile.passes.mark.values import (
     Weights,
     WrittenAttention,
 )
+
+OTHER_SOFTMAX = "its softmax runs over another dimension than the tokens of its keys"
 
 
 def match_attention(graph: Graph) -> list[WrittenAttention]:
@@ -72,6 +76,7 @@ class _Matcher:
             for target in mutated_by(node):
                 if isinstance(value_of(target), Tensor):
                     self.changes[node].append(target)
+        self.cache_reads = CacheReads(graph, lambda node: self._changed(node) is not None)
 
     def visit(self, node: Node) -> None:
         call = read_call(node)
@@ -79,7 +84,7 @@ class _Matcher:
         if call is not None and contraction is not None:
             if call.name != "baddbmm":  # its result is a sum
                 self._match(contraction)
-            value: Value | None = _scores_of(call, contraction, self._context(node))
+            value: Value | None = self._mixed(contraction) or _scores_of(call, contraction, self._context(node))
         else:
             if call is not None and call.name == "mul":
                 self._scale_by_sinks(call)
@@ -112,11 +117,51 @@ class _Matcher:
         try:
             if call is None:
                 raise NotUnderstood(f"{called(node)} is applied to its scores or weights")
-            return read(call, self._context(node))
+            return read(call, self._context(node)) or self._missed(call)
         except NotUnderstood as reason:
             softmaxed = name == "softmax" or any(are_weights(self.values[other]) for other in used)
             unknown = Unknown(product_of(self.values[used[0]]), str(reason), softmaxed)
             return unknown if has_room_for_scores(node, unknown) else None
+
+    def _missed(self, call: Call) -> Unknown | None:
+        """Scores or weights on a cache after a projection of heads, or a softmax along no axis of keys; else None."""
+        value = self.values.get(call.get("input"))
+        if call.name in PROJECTIONS:
+            return self._mixed_by(call.node, value, PROJECTIONS[call.name])
+        if call.name not in ("softmax", "exp", "div") or not isinstance(value, (Scores, LogWeights, Exponentials)):
+            return None
+        return self._on_cache(Unknown(product_of(value), OTHER_SOFTMAX, softmaxed=True))
+
+    def _mixed(self, contraction: Contraction) -> Unknown | None:
+        """Scores or weights on a cache that a product mixes over heads, as talking heads do; else None."""
+        if any(attention.output is contraction.node for attention in self.found):
+            return None
+        pairs = zip(contraction.operands, contraction.labels, strict=True)
+        mixed = (
+            self._mixed_by(contraction.node, self.values.get(operand), labels.index(contraction.contracted))
+            for operand, labels in pairs
+        )
+        return next(filter(None, mixed), None)
+
+    def _mixed_by(self, node: Node, value: Value | None, dim: int) -> Unknown | None:
+        """The result of ``node``, which contracts dimension ``dim`` of ``value``, if this dimension holds heads."""
+        if isinstance(value, Unknown):
+            is_mixed = value.only_on_caches and _has_rows_and_keys(node, value.product)
+            return value if is_mixed else None
+        if not isinstance(value, (Scores, Weights)):
+            return None
+        rows_and_keys = {axes[-1] for axes in product_of(value).free if axes}
+        names = {axis.name for axis in value.layout[dim]}
+        if not names or names & rows_and_keys:
+            return None
+        reason = f"{called(node)} mixes its scores or weights over heads"
+        return self._on_cache(Unknown(product_of(value), reason, isinstance(value, Weights)))
+
+    def _on_cache(self, unknown: Unknown) -> Unknown | None:
+        """``unknown`` as a value that is attention only on caches; None if its product reads no cache."""
+        if not any(operand in self.cache_reads for operand in unknown.product.operands):
+            return None
+        return replace(unknown, only_on_caches=True)
 
     def _change(self, node: Node, target: Node, value: Value | None) -> None:
         """Update all values that share memory with ``target``, whose tensor ``node`` changes in place to ``value``."""
@@ -136,11 +181,15 @@ class _Matcher:
             weights = self.values.get(operand)
             attention = None
             if isinstance(weights, Weights):
-                attention = self._attention(contraction, side, weights)
+                attention = self._attention(contraction, side, weights) or self._other(contraction, side, weights)
             elif isinstance(weights, Exponentials):
                 reason = "its exponentials are multiplied with the values before they are divided by their sum"
                 attention = self._unknown(contraction, side, Unknown(weights.scores.product, reason))
-            elif isinstance(weights, Unknown) and weights.softmaxed:
+            elif (
+                isinstance(weights, Unknown)
+                and weights.softmaxed
+                and (not weights.only_on_caches or contraction.operands[1 - side] in self.cache_reads)
+            ):
                 attention = self._unknown(contraction, side, weights)
             if attention is not None:
                 self.found.append(attention)
@@ -171,11 +220,23 @@ class _Matcher:
         )
         return replace(attention, unsupported=self._obstacle(attention, weights))
 
+    def _other(self, contraction: Contraction, side: int, weights: Weights) -> WrittenAttention | None:
+        """The attention on caches that is not :meth:`_attention`; None if the product does not read caches."""
+        if contraction.operands[1 - side] not in self.cache_reads:
+            return None
+        axes = weights.layout[contraction.labels[side].index(contraction.contracted)]
+        is_along_keys = [axis.name for axis in axes] == [weights.key_axis]
+        reason = "its weights are broadcast in the product with its values" if is_along_keys else OTHER_SOFTMAX
+        unknown = self._on_cache(Unknown(weights.scores.product, reason, softmaxed=True))
+        return None if unknown is None else self._unknown(contraction, side, unknown)
+
     def _unknown(self, contraction: Contraction, side: int, weights: Unknown) -> WrittenAttention:
         product, position = weights.product, self.positions[contraction.node]
-        query, key = (Source(operand, position) for operand in product.operands)
+        sources = [Source(operand, position) for operand in product.operands]
+        key_side = 0 if weights.only_on_caches and product.operands[1] not in self.cache_reads else 1
+        query, key = sources[1 - key_side], sources[key_side]
         value = Operand(contraction.operands[1 - side], (), position)
-        return WrittenAttention(contraction.node, (), product, 1, query, key, value, None, weights.reason)
+        return WrittenAttention(contraction.node, (), product, key_side, query, key, value, None, weights.reason)
 
     def _scale_by_sinks(self, call: Call) -> None:
         """Let attention that has been found end in ``call`` if ``call`` multiplies its output by the scale of sinks."""
@@ -260,6 +321,13 @@ def _read_from_outside(attention: WrittenAttention, scores: Scores) -> list[tupl
     operands = [attention.value, *steps, *([scores.sink] if scores.sink is not None else [])]
     read: list[Source | Operand] = [attention.query, attention.key, *operands]
     return [(source.node, source.position) for source in read if isinstance(value_of(source.node), Tensor)]
+
+
+def _has_rows_and_keys(node: Node, product: Product) -> bool:
+    """Whether the tensor of ``node`` has dimensions of the sizes of the query rows and keys of ``product``."""
+    names = {axes[-1] for axes in product.free if axes}
+    sizes = [axis.size for dim in product.out for axis in dim if axis.name in names]
+    return all(any(statically_known_true(size == own) for own in value_of(node).shape) for size in sizes)
 
 
 def _is_one(size: object) -> bool:

@@ -208,11 +208,20 @@ class LogWeights:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Scores after an operation that is not understood. ``softmaxed``: a softmax or exponential was applied, too."""
+    """Scores after an operation that is not understood.
+
+    Attributes:
+        product: the product of queries and keys.
+        reason: the operation, for the user.
+        softmaxed: whether a softmax or exponential was applied, too.
+        only_on_caches: whether it is attention only if the keys and values are read from caches. Code that is no
+            attention has the same operations.
+    """
 
     product: Product
     reason: str
     softmaxed: bool = False
+    only_on_caches: bool = False
 
 
 Tensors = Scores | Weights | LogWeights | Exponentials

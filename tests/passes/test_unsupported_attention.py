@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from marked_attention import Q, marked
+from marked_attention import Q, inputs, marked
 from torch import Tensor
 from written_out_attention import H_KV, B, D, Form, H, Operands, repeat_kv
 
@@ -349,3 +349,124 @@ def test_attention_that_packed_caches_cannot_compute_is_marked_with_the_reason(f
     (marker,) = marked(fn)
     assert marker.unsupported is not None
     assert UNSUPPORTED[fn] in marker.unsupported
+
+
+# Attention of another kind: it has a marker if its keys and values are caches
+
+
+def softmax_of_columns(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (repeat_kv(k) @ q.mT).softmax(-1).mT @ repeat_kv(v)
+
+
+def exponentials_over_heads(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    exponentials = scores_of(q, k).exp()
+    return exponentials / exponentials.sum(1, keepdim=True) @ repeat_kv(v)
+
+
+def mix(scores: Tensor) -> Tensor:
+    return torch.einsum("bhqk,hg->bgqk", scores, torch.eye(H))
+
+
+def heads_mixed_before_the_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return mix(scores_of(q, k) / 8).add(o.additive).softmax(-1) @ repeat_kv(v)
+
+
+def heads_mixed_after_the_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return mix(scores_of(q, k).softmax(-1)) @ repeat_kv(v)
+
+
+def heads_mixed_before_and_after_the_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return mix(mix(scores_of(q, k)).softmax(-1)) @ repeat_kv(v)
+
+
+def heads_mixed_by_linear_layers(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    weights = F.linear(scores_of(q, k).permute(0, 2, 3, 1), torch.eye(H)).softmax(2)
+    return F.linear(weights, torch.eye(H)).permute(0, 3, 1, 2) @ repeat_kv(v)
+
+
+def heads_mixed_by_a_convolution(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return F.conv2d(scores_of(q, k), torch.eye(H)[:, :, None, None]).softmax(-1) @ repeat_kv(v)
+
+
+def heads_mixed_by_a_matrix_on_the_left(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (torch.eye(H) @ scores_of(q, k).transpose(1, 2)).transpose(1, 2).softmax(-1) @ repeat_kv(v)
+
+
+def heads_of_batched_products_mixed(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = torch.bmm(q.flatten(0, 1), repeat_kv(k).flatten(0, 1).mT).view(B, H, Q, -1)
+    return torch.bmm(mix(scores).softmax(-1).flatten(0, 1), repeat_kv(v).flatten(0, 1)).view(B, H, Q, D)
+
+
+def one_softmax_for_several_batches(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (q[:1] @ repeat_kv(k[:1]).mT).softmax(-1) @ repeat_kv(v)
+
+
+OTHER_SOFTMAX = "its softmax runs over another dimension than the tokens of its keys"
+
+ON_CACHES: dict[Form, str] = {
+    softmax_over_queries: OTHER_SOFTMAX,
+    softmax_over_heads: OTHER_SOFTMAX,
+    softmax_of_columns: OTHER_SOFTMAX,
+    logsumexp_of_columns: OTHER_SOFTMAX,
+    exponentials_over_heads: OTHER_SOFTMAX,
+    one_softmax_for_several_batches: "its weights are broadcast in the product with its values",
+    heads_mixed_before_the_softmax: "einsum (",
+    heads_mixed_after_the_softmax: "einsum (",
+    heads_mixed_before_and_after_the_softmax: "einsum (",
+    heads_mixed_by_linear_layers: "linear (",
+    heads_mixed_by_a_convolution: "conv2d (",
+    heads_mixed_by_a_matrix_on_the_left: "matmul (",
+    heads_of_batched_products_mixed: "einsum (",
+}
+"""Each function with the beginning of the reason."""
+
+
+def written_before(fn: Form) -> Form:
+    def step(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Any:
+        k[:, :, :1] = 2.0
+        v[:, :, :1] = 3.0
+        return fn(q, k, v, o)
+
+    return step
+
+
+def extended_before(fn: Form) -> Form:
+    def step(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Any:
+        k, v = torch.cat([k[:, :, :-1], k[:, :, :1]], 2), torch.cat([v[:, :, :-1], v[:, :, :1]], 2)
+        return fn(q, k, v, o), k, v
+
+    return step
+
+
+@pytest.mark.parametrize("fn", ON_CACHES, ids=lambda fn: fn.__name__)
+def test_attention_of_another_kind_is_marked_with_the_reason_if_it_reads_caches(fn: Form) -> None:
+    assert marked(fn) == []
+    for kept in (written_before, extended_before):
+        (marker,) = marked(kept(fn))
+        assert marker.unsupported is not None
+        assert marker.unsupported.startswith(ON_CACHES[fn])
+        if not ON_CACHES[fn].startswith("its "):
+            assert marker.unsupported.endswith(") mixes its scores or weights over heads")
+
+
+@pytest.mark.parametrize("q_len", [1, Q])
+@pytest.mark.parametrize("fn", [softmax_over_queries, softmax_of_columns, heads_mixed_after_the_softmax])
+def test_a_single_query_changes_no_reason(fn: Form, q_len: int) -> None:
+    q, k, v, o = inputs()
+    (marker,) = marked(written_before(fn), q[:, :, :q_len], k, v, o)
+    assert marker.unsupported is not None
+    assert marker.unsupported.startswith(ON_CACHES[fn])
+
+
+def test_neither_a_router_nor_the_attention_of_the_next_layer_is_taken_for_attention_of_another_kind() -> None:
+    def layers(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+        hidden = heads_mixed_before_and_after_the_softmax(q, k, v, o).transpose(1, 2).flatten(2)
+        hidden = F.layer_norm(F.linear(hidden, torch.eye(H * D)), (H * D,))
+        routed = F.linear(hidden, torch.ones(5, H * D)).softmax(-1)
+        hidden = hidden * (routed @ torch.ones(5, 1))
+        q = F.linear(hidden, torch.eye(H * D)).unflatten(-1, (H, D)).transpose(1, 2)
+        return scores_of(q, k).softmax(-1) @ repeat_kv(v)
+
+    first, second = marked(written_before(layers))
+    assert first.unsupported is not None
+    assert second.unsupported is None

@@ -89,6 +89,16 @@ def dropout(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
     return sdpa(q, kc, vc, dropout_p=1.0)
 
 
+def softmax_over_heads(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return (q @ kc.mT).softmax(1) @ vc
+
+
+def talking_heads(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return torch.einsum("bhqk,hg->bgqk", (q @ kc.mT).softmax(-1), q[0, :, 0, :H]) @ vc
+
+
 REFUSED: dict[Callable[..., Any], str] = {
     cache_summed_up: "used_elsewhere",
     cache_read_before_its_write: "used_elsewhere",
@@ -96,6 +106,8 @@ REFUSED: dict[Callable[..., Any], str] = {
     out_of_place_write: "not_written_back",
     accumulating_write: "unknown_write",
     write_of_some_heads: "unknown_write",
+    softmax_over_heads: "unrecognised",
+    talking_heads: "unrecognised",
     no_cache_at_all: "no_cache",
     plain_cache_only_read: "plain_read_only",
     one_tensor_for_keys_of_one_layer_and_values_of_another: "other_role",
