@@ -215,11 +215,34 @@ def constant_of(value: Any, is_changed: Callable[[Node], bool]) -> float | None:
             value = call.get("fill_value")
         elif call.name in ("zeros", "zeros_like", "new_zeros"):
             value = 0.0
+        elif call.name in ("ones", "ones_like", "new_ones"):
+            value = 1.0
         elif call.name in ("tensor", "scalar_tensor", "new_tensor"):
             value = call.get("data", call.get("s"))
         else:
             return None
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def are_zeros_and_ones(node: Node, is_changed: Callable[[Node], bool]) -> bool:
+    """Whether each number of a tensor is 0 or 1: it is made of bools, or of a triangle of a constant 0 or 1.
+
+    ``is_changed``: whether anything in the graph changes the tensor of a node in place.
+    """
+    while isinstance(value_of(node), Tensor) and value_of(node).dtype is not torch.bool:
+        call = read_call(node)
+        if call is None or is_changed(node):
+            return False
+        if call.name in ("tril", "triu"):
+            return constant_of(call.get("input"), is_changed) in (0, 1)
+        source = call.get("input")
+        is_moved = call.name in (*VIEWS, *PERMUTATIONS, *SAME_VALUE, *_PARTS)
+        if not isinstance(value_of(source), Tensor) or not (call.name in CASTS or is_moved):
+            return False
+        if is_moved and value_of(source).dtype is not value_of(node).dtype:
+            return False
+        node = source
+    return isinstance(value_of(node), Tensor)
 
 
 def bound_of(value: Any, is_changed: Callable[[Node], bool]) -> float:

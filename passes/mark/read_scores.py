@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.mark.axes import Axis, Layout
-from kvcompile.passes.mark.calls import Call, bound_of, constant_of, value_of
+from kvcompile.passes.mark.calls import Call, are_zeros_and_ones, bound_of, constant_of, read_call, value_of
 from kvcompile.passes.mark.values import (
     Add,
     BiasStep,
@@ -110,11 +110,54 @@ def _add(call: Call, scores: Scores, context: Context) -> Scores:
         raise NotUnderstood(f"{call.name} subtracts or scales its scores")
     if context.constant(other) is not None:
         return _shift(scores, "")
+    masked = _masked_by_products(call, scores, context, other, sign * alpha)
+    if masked is not None:
+        return masked
     if not isinstance(value_of(other), Tensor) or value_of(other).dtype is torch.bool or value_of(other).is_complex():
         raise NotUnderstood(f"{call.name} adds something other than a tensor of numbers to its scores")
     _keeps_shape(call, scores)
     addend = Add(context.operand(other, scores.layout), sign * alpha, context.bound(other))
     return replace(scores, bias=(*scores.bias, addend))
+
+
+def _masked_by_products(call: Call, scores: Scores, context: Context, other: Any, sign: float) -> Scores | None:
+    """The scores after ``scores * b - 1e10 * (1 - b)``, where every number of ``b`` is 0 or 1; None for other sums.
+
+    Where ``b`` is 0, the product with the scores is 0, and the sum is the constant.
+    """
+    factor = scores.factors[-1] if scores.factors else None
+    if factor is None or factor.divide or (scores.bias and scores.bias[-1] is not factor):
+        return None
+    mask = factor.operand.node
+    number = _factor_of_complement(other, mask, context)
+    if number is None or not are_zeros_and_ones(mask, context.is_changed):
+        return None
+    if factor.operand.layout != context.operand(mask, scores.layout).layout:
+        return None
+    before = replace(scores, factors=scores.factors[:-1], bias=scores.bias[:-1])
+    return _filled(call, before, context, mask, False, sign * number)
+
+
+def _factor_of_complement(value: Any, mask: Node, context: Context) -> float | None:
+    """The constant ``c`` if ``value`` is ``c * (1 - mask)``; None if it is not."""
+    call = read_call(value) if isinstance(value, Node) else None
+    if call is None or context.is_changed(value):
+        return None
+    one, other = call.get("input"), call.get("other")
+    if call.name == "neg":
+        number = _factor_of_complement(one, mask, context)
+        return None if number is None else -number
+    if call.name == "sub" and call.get("alpha", 1) == 1:
+        if other is mask and context.constant(one) == 1:
+            return 1.0
+        return -1.0 if one is mask and context.constant(other) == 1 else None
+    if call.name != "mul":
+        return None
+    for constant, rest in ((context.constant(one), other), (context.constant(other), one)):
+        number = _factor_of_complement(rest, mask, context)
+        if constant is not None and number is not None:
+            return constant * number
+    return None
 
 
 def _subtract(call: Call, scores: Scores, context: Context) -> Known:
@@ -217,13 +260,17 @@ def _fill(call: Call, scores: Scores, context: Context, mask: Any, where: bool, 
     number = context.constant(value)
     if number is None:
         raise NotUnderstood(f"{call.name} puts something other than a constant among its scores")
+    if not isinstance(value_of(mask), Tensor) or value_of(mask).dtype != torch.bool:
+        raise NotUnderstood(f"{call.name} masks its scores by something other than a bool tensor")
+    return _filled(call, scores, context, mask, where, number)
+
+
+def _filled(call: Call, scores: Scores, context: Context, mask: Node, where: bool, number: float) -> Scores:
     result = value_of(call.node)
     dtype = (result if isinstance(result, Tensor) else value_of(call.get("input"))).dtype
     number = torch.tensor(number, dtype=dtype).item()
     if number != -math.inf and scores.shifted is not None:
         raise NotUnderstood(f"{call.name} puts a constant among scores from which a number was subtracted")
-    if not isinstance(value_of(mask), Tensor) or value_of(mask).dtype != torch.bool:
-        raise NotUnderstood(f"{call.name} masks its scores by something other than a bool tensor")
     _keeps_shape(call, scores)
     return replace(scores, bias=(*scores.bias, Fill(context.operand(mask, scores.layout), where, number)))
 

@@ -50,7 +50,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Fill:
-    """Scores become ``value`` where the bool ``operand`` equals ``where``."""
+    """Scores become ``value`` where the ``operand``, of bools or of zeros and ones, equals ``where``."""
 
     operand: Operand
     where: bool

@@ -120,7 +120,10 @@ def _query(writer: GraphWriter, attention: WrittenAttention, scores: Scores) -> 
 def _apply(writer: GraphWriter, x: Node, factor: Multiply, attention: WrittenAttention) -> Node:
     operand = factor.operand
     if set(names_of(operand.layout)) & set(attention.dims[3]):
-        raise NotUnderstood("its scores are scaled by a tensor that varies along the keys")
+        raise NotUnderstood(
+            "its scores are scaled by a tensor that varies along the keys; a mask of numbers must be made of bools, as "
+            "in scores * b - 1e10 * (1 - b) with b = mask.to(scores.dtype)"
+        )
     node = operand.node
     if operand.layout:
         node = _arrange(writer, node, operand.layout, attention.dims)

@@ -45,13 +45,17 @@ def write_mask(
             mask = writer.call(torch.add, mask, addend, alpha=step.factor)
         elif isinstance(step, Fill):
             value = step.value if step.value <= ABSORBING else LOWEST
-            where = place(step.operand)
+            where = _bools(writer, place(step.operand))
             mask = writer.call(torch.where, where, *((value, mask) if step.where else (mask, value)))
         elif isinstance(step, Floor):
             mask = writer.call(torch.clamp, mask, min=step.value)
         else:
             mask = multiply(mask, step)
     return mask
+
+
+def _bools(writer: GraphWriter, where: Node) -> Node:
+    return where if value_of(where).dtype is torch.bool else writer.call("to", where, torch.bool)
 
 
 def _is_narrow_float(operand: Operand) -> bool:
@@ -64,7 +68,7 @@ def _bool_mask(writer: GraphWriter, steps: tuple[BiasStep, ...], place: Callable
     mask = None
     for step in steps:
         assert isinstance(step, Fill), "nothing else makes a bool mask"
-        allowed = place(step.operand)
+        allowed = _bools(writer, place(step.operand))
         allowed = writer.call(torch.logical_not, allowed) if step.where else allowed
         mask = allowed if mask is None else writer.call(torch.logical_and, mask, allowed)
     return mask

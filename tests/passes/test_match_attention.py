@@ -99,6 +99,7 @@ def test_the_operands_of_a_marker_give_the_result_of_the_model(form: Form, q_len
         "masked_fill_with_the_lowest_number",
         "where_with_the_constant_first",
         "scores_changed_in_place",
+        "masked_by_a_product_with_bools",
         "not_below_the_lowest_number",
     ],
 )

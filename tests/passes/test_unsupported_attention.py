@@ -303,7 +303,56 @@ def one_more_than_the_sum(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tenso
     return exponentials / (1 + exponentials.sum(-1, keepdim=True)) @ repeat_kv(v)
 
 
+def masked_by_a_product_with_floats(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (scores_of(q, k) * o.bias - 1e10 * (1 - o.bias)).softmax(-1) @ repeat_kv(v)
+
+
+def masked_by_a_product_with_scaled_bools(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    b = o.allowed.to(q.dtype) * 0.5
+    return (scores_of(q, k) * b - 1e10 * (1 - b)).softmax(-1) @ repeat_kv(v)
+
+
+def masked_by_a_product_with_changed_bools(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    b = o.allowed.to(q.dtype)
+    b[..., 0] = 0.5
+    return (scores_of(q, k) * b - 1e10 * (1 - b)).softmax(-1) @ repeat_kv(v)
+
+
+def masked_by_products_with_different_bools(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    b, other = o.allowed.to(q.dtype), (o.bias > 0).to(q.dtype)
+    return (scores_of(q, k) * b - 1e10 * (1 - other)).softmax(-1) @ repeat_kv(v)
+
+
+def masked_by_a_product_and_its_complement(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    b = o.allowed.to(q.dtype)
+    return (scores_of(q, k) * b - 1e10 * b).softmax(-1) @ repeat_kv(v)
+
+
+def masked_by_a_product_in_another_order(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    b = (o.bias > 0).to(q.dtype)[:, :, :, :Q]
+    scores = (q @ repeat_kv(k)[:, :, :Q].mT) * b
+    return (scores.mT - 1e10 * (1 - b)).mT.softmax(-1) @ repeat_kv(v)[:, :, :Q]
+
+
+def masked_by_a_small_product(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    b = o.allowed.to(q.dtype)
+    return (scores_of(q, k) * b - 10 * (1 - b)).softmax(-1) @ repeat_kv(v)
+
+
+def masked_by_a_product_after_a_shift(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    b, scores = o.allowed.to(q.dtype), scores_of(q, k)
+    return ((scores - scores.amax(-1, keepdim=True)) * b - 1e10 * (1 - b)).softmax(-1) @ repeat_kv(v)
+
+
 UNSUPPORTED: dict[Form, str] = {
+    masked_by_a_product_with_floats: "scores * b - 1e10 * (1 - b) with b = mask.to(scores.dtype)",
+    masked_by_a_product_with_scaled_bools: "varies along the keys",
+    masked_by_a_product_with_changed_bools: "varies along the keys",
+    masked_by_products_with_different_bools: "varies along the keys",
+    masked_by_a_product_and_its_complement: "varies along the keys",
+    masked_by_a_product_in_another_order: "varies along the keys",
+    masked_by_a_small_product: "masked by -10, which is not far below",
+    masked_by_a_product_after_a_shift: "from which a number was subtracted",
     weights_returned: "also used by the caller",
     sum_of_exponentials_used: "also used by logsumexp",
     heads_weighted: "mul is applied to its weights",

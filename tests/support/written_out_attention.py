@@ -245,6 +245,26 @@ def masked_by_assignment(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor
 
 
 @form
+def masked_by_a_product_with_bools(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    """GPT-2 of OpenAI."""
+    b = o.allowed.to(q.dtype)
+    scores = (q @ repeat_kv(k).mT) * D**-0.5
+    return (scores * b - 1e10 * (1 - b)).softmax(-1) @ repeat_kv(v)
+
+
+@form
+def masked_by_a_product_with_a_triangle(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    b = torch.tril(torch.ones(q.shape[2], k.shape[2], dtype=q.dtype), diagonal=S - 20)[None, None]
+    return (q @ repeat_kv(k).mT * b + -1e9 * (1 - b)).softmax(-1) @ repeat_kv(v)
+
+
+@form
+def masked_by_a_product_after_a_bias(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    b = o.allowed.float().to(q.dtype).expand(-1, H, -1, -1)
+    return ((b - 1) * 1e38 + b * (q @ repeat_kv(k).mT + o.bias)).softmax(-1) @ repeat_kv(v)
+
+
+@form
 def not_below_the_lowest_number(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     scores = q @ repeat_kv(k).mT + o.additive
     return torch.max(scores, torch.tensor(torch.finfo(torch.float32).min)).softmax(-1) @ repeat_kv(v)
