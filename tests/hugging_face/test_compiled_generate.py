@@ -349,6 +349,49 @@ def test_only_a_cache_that_is_too_short_is_extended_also_if_the_prompt_lacks_its
     assert cache.layers[0].keys.shape[2] == 192
 
 
+def repeated(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.keys, layer.values = (x.repeat_interleave(3, 0) for x in (layer.keys, layer.values))
+
+
+def selected(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.keys, layer.values = (x[torch.tensor([1])] for x in (layer.keys, layer.values))
+
+
+def reordered(cache: Any) -> None:
+    cache.reorder_cache(torch.tensor([1, 0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "sequences"), [(repeated, [0, 0, 0, 1, 1, 1]), (selected, [1]), (reordered, [1, 0])]
+)
+def test_a_conversation_goes_on_with_other_sequences_of_a_returned_cache(
+    change: Callable[[Any], None], sequences: list[int]
+) -> None:
+    model, prompts = compiled_llama("int8_per_token_head"), torch.randint(3, 97, (2, 20))
+    conversations = []
+    for changed in (False, True):
+        first = generated(model, inputs=prompts, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, torch.tensor([[11, 12]]).expand(2, -1)], 1)
+        if changed:
+            change(first.past_key_values)
+            ids = ids[sequences]
+        packed = first.past_key_values.layers[0].keys
+        assert isinstance(packed, PackedTensor)
+        assert packed.shape[0] == len(ids)
+        conversations.append(generated(model, inputs=ids, past_key_values=first.past_key_values))
+    assert torch.equal(conversations[1], conversations[0][sequences])
+
+
+def test_beams_take_a_cache_of_all_their_sequences() -> None:
+    model, prompts = compiled_llama("int8_per_token_head"), torch.randint(3, 97, (2, 20))
+    cache = kvcompile.static_cache(model, 2 * 3, 64, "int8_per_token_head")
+    own = generated(model, inputs=prompts, num_beams=3, past_key_values=cache)
+    assert torch.equal(own, generated(model, inputs=prompts, num_beams=3))
+    assert cache.layers[0].keys.shape[0] == 6
+
+
 def test_a_returned_cache_can_be_saved_and_copied(tmp_path: Any) -> None:
     arguments = {"inputs": REPETITIVE, "return_dict_in_generate": True, "disable_compile": True}
     cache = generated(compiled_llama("int4"), **arguments).past_key_values
