@@ -1,4 +1,4 @@
-"""Faults of forms: merged heads, transposed keys, read-only caches, zeroed weights, sizes from data, regions."""
+"""Faults of forms: merged heads, transposed keys, read-only caches, zeroed weights, masks, sizes from data, regions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcompile.packed import tensor
 from kvcompile.passes import pipeline
 from kvcompile.passes.canonical import divide_heads, divide_last
 from kvcompile.passes.graph import inline, regions
-from kvcompile.passes.mark import read_attention
+from kvcompile.passes.mark import read_attention, read_scores
 from kvcompile.passes.prove import find, formats, writes
 
 FORMS: list[Fault] = []
@@ -94,6 +94,14 @@ def the_tokens_of_an_adopted_cache_move_by_one(original: Faulty) -> Faulty:
 @fault(read_attention, "_with_zeros")
 def weights_that_any_mask_sets_to_zero_count_as_hidden_keys(original: Faulty) -> Faulty:
     return lambda call, weights, context: replace(weights, hidden_rows_are_zero=True)
+
+
+# Masks of zeros and ones
+
+
+@fault(read_scores, "are_zeros_and_ones")
+def any_factor_of_scores_counts_as_a_mask_of_zeros_and_ones(original: Faulty) -> Faulty:
+    return lambda node, is_changed: True
 
 
 # Positions and sizes from data

@@ -1,4 +1,4 @@
-"""Probes of forms: merged heads, transposed keys, read-only caches, zeroed weights, sizes from data, regions."""
+"""Probes of forms: merged heads, transposed keys, read-only caches, zeroed weights, masks, sizes from data, regions."""
 
 from __future__ import annotations
 
@@ -131,6 +131,19 @@ def a_mask_of_dropped_keys_sets_weights_to_zero(compile: Any, new: Any) -> Itera
 
     run, (kc, vc), places = compile(step), caches(new), new.range(0, S)
     yield run(*tokens(new), kc, vc, new.range(3, 4), places > 3, places == 1), kc, vc
+
+
+# Masks of zeros and ones
+
+
+@shows("any factor of scores counts as a mask of zeros and ones")
+def a_key_is_hidden_by_a_factor_of_one_half(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos, mask):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return (q @ kc.mT * mask - 1e10 * (1 - mask)).softmax(-1) @ vc
+
+    run, (kc, vc), places = compile(step), caches(new), new.range(0, S)
+    yield run(*tokens(new), kc, vc, new.range(3, 4), 1 - 0.5 * (places == 1)), kc, vc
 
 
 # Positions and sizes from data
