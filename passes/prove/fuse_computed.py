@@ -46,7 +46,7 @@ def layouts_of_operands(attention: Attention, layouts: dict[str, PackedLayout]) 
     key, value = (layouts[cache.role] for cache in (attention.key, attention.value))
     if attention.computes_keys:
         computed = Marker.of(attention.marker).key.meta["val"]
-        key = PackedLayout(dtype_name(computed.dtype), "key", computed.shape[3])
+        key = PackedLayout(dtype_name(computed.dtype), "key", int(computed.shape[3]))
     return key, value
 
 

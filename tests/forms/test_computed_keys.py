@@ -22,6 +22,7 @@ from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.prove.fuse_computed import ROPE_NOTE
 
 BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN = 2, 4, 2, 32, 70
+WEIGHT = torch.linspace(0.5, 1.5, HEAD_DIM)
 LOSSLESS, LOSSY = {"default": {"dtype": "float32"}}, "int8_per_token_head"
 
 Step = Callable[..., Any]
@@ -429,3 +430,23 @@ def test_other_uses_of_such_caches_are_refused_and_stay_right(step: Step) -> Non
     for one, other in zip((found, *given), (step(q, k, v, *expected, pos), *expected), strict=True):
         assert type(one) is Tensor
         assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("operators_traced")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_channels_of_a_head_may_begin_as_a_symbol(dynamic: bool) -> None:
+    """All inputs are arguments, and the weight of a norm makes the symbol a number while Dynamo traces."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        normalised = keys * torch.rsqrt(keys.pow(2).mean(-1, keepdim=True) + 1e-5) * WEIGHT
+        return F.scaled_dot_product_attention(q, normalised, values, enable_gqa=True), keys, values
+
+    given = (*rows(1), *caches(tokens=20))
+    expected = step(*given)[0]
+    with torch.no_grad(), kvcompile.collect_reports() as report:
+        compiled = torch.compile(step, backend="kvquant", options={"policy": LOSSY}, dynamic=dynamic)
+        out, keys, values = compiled(*given)
+    assert [site.reason for site in report.sites] == [None]
+    assert type(keys) is type(values) is PackedTensor
+    assert (out - expected).norm() < 0.02 * expected.norm()
