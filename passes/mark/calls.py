@@ -292,6 +292,16 @@ def asks_for_shape(user: Node, node: Node) -> bool:
     return call.name in _LIKE and call.get("input") is not node
 
 
+def reads_values(user: Node, node: Node) -> bool:
+    """Whether the graph needs values of ``node`` for ``user``, which then is neither dead nor asks for a shape."""
+    return not asks_for_shape(user, node) and not _is_dead(user)
+
+
+def _is_dead(node: Node) -> bool:
+    """Whether a function of PyTorch changes no tensor, and nothing needs its result."""
+    return read_call(node) is not None and not mutated_by(node) and all(map(_is_dead, node.users))
+
+
 def mutated_by(node: Node) -> list[Node]:
     """The nodes whose tensors ``node`` changes in place. If it calls an unknown function, these are all its inputs."""
     if node.op in ("placeholder", "get_attr", "output"):

@@ -33,6 +33,7 @@ from kvcompile.passes.mark.calls import (
     may_overlap,
     mutated_by,
     read_call,
+    reads_values,
     value_of,
 )
 from kvcompile.passes.mark.products import Contraction, Product, read_contraction, read_product
@@ -254,7 +255,7 @@ class _Matcher:
             return None
         rows = tuple(() if [axis.name for axis in dim] == [CHANNELS] else dim for dim in attention.output_layout)
         before, after = value_of(output), value_of(node)
-        is_alone = all(user is node or asks_for_shape(user, output) for user in output.users)
+        is_alone = all(user is node or not reads_values(user, output) for user in output.users)
         axis = scale.axis or size_one_axis(weights.scores)
         if scale.layout != rows or axis != weights.key_axis or not is_alone or before.dtype != after.dtype:
             return None
@@ -303,7 +304,7 @@ class _Matcher:
             return "it is computed in float64, attention on packed caches in float32"
         for node in weights.nodes:
             for user in node.users:
-                if user is not attention.output and user not in weights.nodes and not asks_for_shape(user, node):
+                if user is not attention.output and user not in weights.nodes and reads_values(user, node):
                     who = "the caller" if user.op == "output" else called(user)
                     return f"its scores or weights are also used by {who}"
         for node, position in _read_from_outside(attention, weights.scores):

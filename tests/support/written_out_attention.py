@@ -310,6 +310,15 @@ def exponential_of_log_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> 
 
 
 @form
+def scores_that_the_caller_drops(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    """As in Whisper of OpenAI, whose attention also returns its scores."""
+    scores = (q @ repeat_kv(k).mT + o.additive).float()
+    weights = scores.softmax(-1)
+    scores.detach().to(q.dtype), weights.mean(1)
+    return weights @ repeat_kv(v)
+
+
+@form
 def operators(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     aten = torch.ops.aten
     scores = aten.mul.Scalar(aten.matmul(q, aten.mT(repeat_kv(k))), D**-0.5)
