@@ -101,6 +101,8 @@ def served_eagerly() -> None:
 def ran(graph: GraphReport, plain_because: str | None = None) -> None:
     """Count a call of a graph with packed caches. Any thread may call this.
 
+    The first plain call of a graph for a reason logs a warning. So does the first one after another compilation.
+
     Args:
         graph: the result of :func:`record` for this graph.
         plain_because: why the call runs as plain Inductor would; None if it runs on packed caches.
@@ -109,7 +111,8 @@ def ran(graph: GraphReport, plain_because: str | None = None) -> None:
         for report in (_last, *_collecting):
             report.count_call(graph, plain_because)
         counters["kvquant"]["packed_calls" if plain_because is None else "plain_calls"] += 1
-    if plain_because is not None:
+        is_known = plain_because is None or _last.runs[id(graph)].plain[plain_because] > 1
+    if not is_known:
         log.warning("a call ran as plain Inductor would: %s", plain_because)
 
 

@@ -169,6 +169,18 @@ def test_calls_that_ran_plain_are_counted_apart_by_graph_and_reason(caplog: pyte
     assert caplog.messages[0] == "a call ran as plain Inductor would: a view is alive"
 
 
+def test_a_reason_for_plain_calls_is_logged_once_for_each_graph(caplog: pytest.LogCaptureFixture) -> None:
+    graph, other = record([rewritten(0)]), record([rewritten(1)])
+    for reason in ["a view is alive"] * 3 + ["it is a view"] * 2:
+        ran(graph, plain_because=reason)
+    ran(other, plain_because="a view is alive")
+    assert [message.partition(": ")[2] for message in caplog.messages if "plain Inductor" in message] == [
+        "a view is alive",
+        "it is a view",
+        "a view is alive",
+    ]
+
+
 def test_bytes_of_a_graph_count_unless_all_its_calls_ran_plain() -> None:
     graph, other = GraphReport((rewritten(0),)), GraphReport((rewritten(1),))
     report = Report([graph, other])
