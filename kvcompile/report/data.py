@@ -132,6 +132,7 @@ class Totals:
         graphs, sites, rewritten, refused, skipped: counts. A layer that is compiled twice has two sites.
         layers: attention layers, each counted once.
         packed_layers: layers that at least one graph packs.
+        partly_refused_layers: the packed layers that at least one other graph refuses.
         refused_layers: layers that no graph packs and at least one graph refuses. The other layers are skipped.
         calls: the number of calls of graphs with packed caches.
         plain_calls: the number of these calls that ran as plain Inductor would.
@@ -155,6 +156,7 @@ class Totals:
     skipped: int
     layers: int
     packed_layers: int
+    partly_refused_layers: int
     refused_layers: int
     calls: int
     plain_calls: int
@@ -274,6 +276,7 @@ class ReportData:
             skipped=outcomes["skipped"],
             layers=len(layers),
             packed_layers=sum("rewritten" in found for found in layers.values()),
+            partly_refused_layers=sum({"rewritten", "refused"} <= found for found in layers.values()),
             refused_layers=sum("refused" in found and "rewritten" not in found for found in layers.values()),
             calls=self.calls,
             plain_calls=sum(runs.num_plain for runs in self.runs.values()),

@@ -91,6 +91,8 @@ def _totals(totals: Totals) -> str:
     text = f"{totals.layers} attention layer{'s' if totals.layers != 1 else ''}: {counts}"
     if totals.graphs > 1:
         text += f" (in {totals.graphs} graphs)"
+    if totals.partly_refused_layers:
+        text += f"\nanother graph refuses {totals.partly_refused_layers} of the rewritten layers"
     if totals.plain_calls:
         text += f"\n{totals.plain_calls} of {totals.calls} calls ran as plain Inductor would"
     if totals.ratio is not None:

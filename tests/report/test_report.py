@@ -281,14 +281,16 @@ def test_the_whole_model_counts_its_unpacked_layers() -> None:
     ]
 
 
-def test_a_layer_of_two_graphs_is_one_layer_and_packed_if_one_of_them_packs_it() -> None:
+def test_a_layer_of_two_graphs_is_one_layer_and_packed_if_one_packs_it_and_the_summary_names_a_refusal() -> None:
     prefill = with_plain_caches(refused(0), refused(1))
     decode = with_plain_caches(rewritten(0), refused(1))
     decode.sites[0].module = prefill.sites[0].module
     totals = Report([prefill, decode]).totals
     assert (totals.sites, totals.layers, totals.packed_layers, totals.refused_layers) == (4, 2, 1, 1)
     assert totals.unpacked_bytes_per_token == 512
-    assert "2 attention layers: 1 rewritten, 1 refused, 0 skipped (in 2 graphs)" in str(Report([prefill, decode]))
+    shown = str(Report([prefill, decode]))
+    assert "2 attention layers: 1 rewritten, 1 refused, 0 skipped (in 2 graphs)\n" in shown
+    assert "\nanother graph refuses 1 of the rewritten layers\n" in shown
 
 
 def test_caches_of_a_graph_that_only_ran_plain_count_as_unpacked() -> None:
