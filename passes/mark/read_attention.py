@@ -39,6 +39,7 @@ from kvcompile.passes.mark.values import (
     NotUnderstood,
     RowValue,
     Scores,
+    ShiftedSink,
     SinkOdds,
     SinkScale,
     Tensors,
@@ -146,6 +147,10 @@ def _read_row_value(call: Call, subject: RowValue, context: Context) -> Known:
         return LogSumExp(subject.scores, subject.nodes, subject.axis, subject.layout)
     elif isinstance(subject, (LogSumExp, SinkOdds, SinkScale)):
         return _read_sink_scale(call, subject, context)
+    elif isinstance(subject, Maximum) and (value := _read_maximum(call, subject, context)) is not None:
+        return value
+    elif (total := _read_sum_with_sink(call, subject, context)) is not None:
+        return total
     what = {Maximum: "maximum", LogSumExp: "logsumexp"}.get(type(subject), "sum of the exponentials")
     raise NotUnderstood(f"{call.name} is applied to the {what} of its scores")
 
@@ -163,6 +168,51 @@ def _read_sink_scale(call: Call, subject: LogSumExp | SinkOdds | SinkScale, cont
         sink = context.operand(call.get("other"), subject.layout)
         return SinkOdds(subject.scores, subject.nodes, subject.axis, subject.layout, sink)
     raise NotUnderstood(f"{call.name} is applied to the logsumexp of its scores")
+
+
+def _read_maximum(call: Call, subject: Maximum, context: Context) -> Maximum | ShiftedSink | None:
+    """The larger one of a maximum and of a tensor, or a sink minus a maximum; None for other operations."""
+    operands = [call.get("input"), call.get("other", call.get("dim"))]
+    others = [node for node in operands if context.values.get(node) is not subject]
+    if len(others) != 1 or others[0] in context.values or not _is_floats(value_of(others[0])):
+        return None
+    if not _has_layout(call.node, subject.layout):
+        return None
+    if call.name in ("maximum", "max"):
+        return replace(subject, origin=call.node)
+    if call.name == "sub" and call.get("alpha", 1) == 1 and others[0] is call.get("input"):
+        sink = context.operand(others[0], subject.layout)
+        return ShiftedSink(subject.scores, subject.nodes, subject.axis, subject.layout, sink, subject.origin)
+    return None
+
+
+def _read_sum_with_sink(call: Call, subject: RowValue, context: Context) -> RowValue | None:
+    """``exp(scores - top).sum(dim) + exp(sink - top)``, where ``top`` is one node; None for other operations."""
+    if isinstance(subject, ShiftedSink) and not subject.is_exponential:
+        return replace(subject, is_exponential=True) if call.name == "exp" else None
+    if call.name != "add" or call.get("alpha", 1) != 1 or not _has_layout(call.node, subject.layout):
+        return None
+    values = [context.values.get(call.get(name)) for name in ("input", "other")]
+    total, sink = values if isinstance(values[0], ExponentialSum) else values[::-1]
+    if not isinstance(total, ExponentialSum) or not isinstance(sink, ShiftedSink) or not sink.is_exponential:
+        return None
+    is_of_rows = (total.axis, total.layout) == (sink.axis, sink.layout)
+    if not is_of_rows or total.sink is not None or not _are_shifted_alike(total, sink):
+        return None
+    return replace(total, nodes=total.nodes | sink.nodes, sink=sink.sink)
+
+
+def _are_shifted_alike(total: ExponentialSum, sink: ShiftedSink) -> bool:
+    """Whether the same numbers were subtracted from the scores and from the sink, and nothing else."""
+    return total.exponentials.scores.shift is sink.shift
+
+
+def _has_layout(node: Node, layout: Layout) -> bool:
+    """Whether the tensor of ``node`` has the sizes of ``layout``."""
+    shape = value_of(node).shape if isinstance(value_of(node), Tensor) else ()
+    return len(shape) == len(layout) and all(
+        statically_known_true(size == _size(dim)) for size, dim in zip(shape, layout, strict=True)
+    )
 
 
 def _is_floats(value: object) -> bool:
@@ -313,7 +363,7 @@ def _with_zeros(call: Call, weights: Weights, context: Context) -> Weights:
 
 
 def _read_exponentials(call: Call, subject: Exponentials, context: Context) -> Known | None:
-    """``exp(scores) / exp(scores).sum(dim, keepdim=True)`` is a softmax."""
+    """``exp(scores) / exp(scores).sum(dim, keepdim=True)`` is a softmax, also with the exponential of a sink added."""
     if call.name == "sum":
         axis = axis_of(call.get("dim"), subject.layout)
         if axis is not None:
@@ -322,5 +372,7 @@ def _read_exponentials(call: Call, subject: Exponentials, context: Context) -> K
     total = context.values.get(call.get("other"))
     if call.name == "div" and isinstance(total, ExponentialSum) and total.exponentials is subject:
         check_rows(total, subject.layout)
-        return _softmax(subject.scores, subject.layout, total.axis, subject.nodes | total.nodes)
+        scores = subject.scores if total.sink is None else replace(subject.scores, sink=total.sink)
+        weights = _softmax(scores, subject.layout, total.axis, subject.nodes | total.nodes)
+        return weights and replace(weights, has_sink=False)  # the sink has no column of weights
     raise NotUnderstood(f"{call.name} is applied to the exponentials of its scores")

@@ -173,7 +173,8 @@ def _subtract(call: Call, scores: Scores, context: Context) -> Known:
     nodes = scores.nodes | other.nodes
     if isinstance(other, LogSumExp):
         return LogWeights(scores, nodes, scores.layout, other.axis)
-    return replace(_shift(scores, other.axis), nodes=nodes)
+    shift = other.origin if scores.shifted is None else None
+    return replace(_shift(scores, other.axis), nodes=nodes, shift=shift)
 
 
 def check_rows(other: RowValue, layout: Layout) -> None:
@@ -187,7 +188,7 @@ def _shift(scores: Scores, axis: str) -> Scores:
     """The scores after one number is subtracted from all scores of a row, which does not change their softmax."""
     if scores.shifted and axis and scores.shifted != axis:
         raise NotUnderstood("the maximum along several dimensions is subtracted from its scores")
-    return replace(scores, shifted=axis or scores.shifted or "")
+    return replace(scores, shifted=axis or scores.shifted or "", shift=None)
 
 
 def _scale(call: Call, scores: Scores, context: Context) -> Scores:
@@ -206,7 +207,7 @@ def _scale(call: Call, scores: Scores, context: Context) -> Scores:
     _keeps_shape(call, scores)
     factor = Multiply(context.operand(other, scores.layout), divide)
     bias = (*scores.bias, factor) if scores.bias else ()
-    return replace(scores, factors=(*scores.factors, factor), bias=bias)
+    return replace(scores, factors=(*scores.factors, factor), bias=bias, shift=None)
 
 
 def _scale_by(call: Call, scores: Scores, number: float) -> Scores:
@@ -216,8 +217,8 @@ def _scale_by(call: Call, scores: Scores, number: float) -> Scores:
         raise NotUnderstood("its scores are scaled twice after a mask")
     bias = tuple(_scaled(step, number) for step in scores.bias)
     if scores.cap:
-        return replace(scores, cap=scores.cap * number, bias=bias)
-    return replace(scores, scale=scores.scale * number, bias=bias)
+        return replace(scores, cap=scores.cap * number, bias=bias, shift=None)
+    return replace(scores, scale=scores.scale * number, bias=bias, shift=None)
 
 
 def _scaled(step: BiasStep, number: float) -> BiasStep:
@@ -329,7 +330,8 @@ def _max(call: Call, scores: Scores, context: Context) -> Known:
 
 def _amax(call: Call, scores: Scores, context: Context) -> Maximum:
     axis = _reduced_axis(call, scores)
-    return Maximum(scores, scores.nodes, axis, reduced(call, scores.layout), is_pair=call.name == "max")
+    is_pair = call.name == "max"
+    return Maximum(scores, scores.nodes, axis, reduced(call, scores.layout), call.node, is_pair)
 
 
 def _logsumexp(call: Call, scores: Scores, context: Context) -> LogSumExp:

@@ -93,6 +93,7 @@ class Scores:
         sink_first: whether the sinks come before the first key, not after the last.
         shifted: the axis along which one number was subtracted from each row of scores; "" if it was subtracted from
             all scores, None if nothing was subtracted.
+        shift: the node that computes these numbers, if nothing else was subtracted and the result was not scaled.
     """
 
     product: Product
@@ -107,6 +108,7 @@ class Scores:
     sink_axis: str = ""
     sink_first: bool = False
     shifted: str | None = None
+    shift: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,14 @@ class RowValue:
 
 @dataclass(frozen=True)
 class Maximum(RowValue):
-    """The maximum of scores along an axis. ``is_pair``: it is the pair of maxima and indices of ``torch.max``."""
+    """The maximum of scores along an axis, or the larger one of it and of a tensor.
 
+    Attributes:
+        origin: the node that computes it, before views.
+        is_pair: whether it is the pair of maxima and indices of ``torch.max``.
+    """
+
+    origin: Node
     is_pair: bool = False
 
 
@@ -153,6 +161,15 @@ class SinkScale(RowValue):
 
 
 @dataclass(frozen=True)
+class ShiftedSink(RowValue):
+    """A sink minus the number of the node ``shift`` for each row. ``is_exponential``: the exponential of this."""
+
+    sink: Operand
+    shift: Node
+    is_exponential: bool = False
+
+
+@dataclass(frozen=True)
 class Exponentials:
     """The exponentials of scores."""
 
@@ -163,9 +180,10 @@ class Exponentials:
 
 @dataclass(frozen=True)
 class ExponentialSum(RowValue):
-    """The sum of ``exponentials`` of scores along an axis."""
+    """The sum of ``exponentials`` of scores along an axis, and of the exponential of ``sink`` if it is not None."""
 
     exponentials: Exponentials
+    sink: Operand | None = None
 
 
 @dataclass(frozen=True)

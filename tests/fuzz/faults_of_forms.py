@@ -1,4 +1,4 @@
-"""Faults of forms: merged heads, transposed keys, read-only caches, zeroed weights, masks, sizes from data, regions."""
+"""Faults of forms: merged heads, transposed keys, read-only caches, zeroed weights, masks, sinks, sizes from data."""
 
 from __future__ import annotations
 
@@ -102,6 +102,14 @@ def weights_that_any_mask_sets_to_zero_count_as_hidden_keys(original: Faulty) ->
 @fault(read_scores, "are_zeros_and_ones")
 def any_factor_of_scores_counts_as_a_mask_of_zeros_and_ones(original: Faulty) -> Faulty:
     return lambda node, is_changed: True
+
+
+# Sinks
+
+
+@fault(read_attention, "_are_shifted_alike")
+def sinks_and_scores_may_be_shifted_by_different_numbers(original: Faulty) -> Faulty:
+    return lambda total, sink: True
 
 
 # Positions and sizes from data

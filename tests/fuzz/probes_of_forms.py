@@ -1,4 +1,4 @@
-"""Probes of forms: merged heads, transposed keys, read-only caches, zeroed weights, masks, sizes from data, regions."""
+"""Probes of forms: merged heads, transposed keys, read-only caches, zeroed weights, masks, sinks, sizes from data."""
 
 from __future__ import annotations
 
@@ -144,6 +144,22 @@ def a_key_is_hidden_by_a_factor_of_one_half(compile: Any, new: Any) -> Iterator[
 
     run, (kc, vc), places = compile(step), caches(new), new.range(0, S)
     yield run(*tokens(new), kc, vc, new.range(3, 4), 1 - 0.5 * (places == 1)), kc, vc
+
+
+# Sinks
+
+
+@shows("sinks and scores may be shifted by different numbers")
+def scores_beside_sinks_are_scaled_after_their_maximum_is_subtracted(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos, sinks):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        scores = q @ kc.mT
+        top = scores.amax(-1, keepdim=True)
+        exponentials = ((scores - top) * 0.5).exp()
+        return exponentials / (exponentials.sum(-1, keepdim=True) + (sinks - top).exp()) @ vc
+
+    run, (kc, vc), sinks = compile(step), caches(new), new(H, 1, 1)
+    yield run(*tokens(new), kc, vc, new.range(3, 4), sinks), kc, vc
 
 
 # Positions and sizes from data

@@ -344,7 +344,48 @@ def masked_by_a_product_after_a_shift(q: Tensor, k: Tensor, v: Tensor, o: Operan
     return ((scores - scores.amax(-1, keepdim=True)) * b - 1e10 * (1 - b)).softmax(-1) @ repeat_kv(v)
 
 
+def sinks_beside_a_sum_with_another_maximum(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores, sinks = scores_of(q, k), o.sinks.reshape(-1, 1, 1)
+    top = scores.amax(-1, keepdim=True)
+    exponentials = (scores - top).exp()
+    total = exponentials.sum(-1, keepdim=True) + (sinks - torch.maximum(top, sinks)).exp()
+    return exponentials / total @ repeat_kv(v)
+
+
+def sinks_beside_a_sum_of_scaled_scores(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores, sinks = scores_of(q, k), o.sinks.reshape(-1, 1, 1)
+    top = scores.amax(-1, keepdim=True)
+    exponentials = ((scores - top) * 0.5).exp()
+    return exponentials / (exponentials.sum(-1, keepdim=True) + (sinks - top).exp()) @ repeat_kv(v)
+
+
+def sinks_beside_a_sum_of_scores_shifted_twice(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores, sinks = scores_of(q, k) - 1.0, o.sinks.reshape(-1, 1, 1)
+    top = scores.amax(-1, keepdim=True)
+    exponentials = (scores - top).exp()
+    return exponentials / (exponentials.sum(-1, keepdim=True) + (sinks - top).exp()) @ repeat_kv(v)
+
+
+def sinks_beside_a_sum_without_their_exponential(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores, sinks = scores_of(q, k), o.sinks.reshape(-1, 1, 1)
+    top = scores.amax(-1, keepdim=True)
+    exponentials = (scores - top).exp()
+    return exponentials / (exponentials.sum(-1, keepdim=True) + (sinks - top)) @ repeat_kv(v)
+
+
+def sinks_subtracted_from_the_maximum(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores, sinks = scores_of(q, k), o.sinks.reshape(-1, 1, 1)
+    top = scores.amax(-1, keepdim=True)
+    exponentials = (scores - top).exp()
+    return exponentials / (exponentials.sum(-1, keepdim=True) + (top - sinks).exp()) @ repeat_kv(v)
+
+
 UNSUPPORTED: dict[Form, str] = {
+    sinks_beside_a_sum_with_another_maximum: "div is applied to the exponentials of its scores",
+    sinks_beside_a_sum_of_scaled_scores: "div is applied to the exponentials of its scores",
+    sinks_beside_a_sum_of_scores_shifted_twice: "div is applied to the exponentials of its scores",
+    sinks_beside_a_sum_without_their_exponential: "div is applied to the exponentials of its scores",
+    sinks_subtracted_from_the_maximum: "div is applied to the exponentials of its scores",
     masked_by_a_product_with_floats: "scores * b - 1e10 * (1 - b) with b = mask.to(scores.dtype)",
     masked_by_a_product_with_scaled_bools: "varies along the keys",
     masked_by_a_product_with_changed_bools: "varies along the keys",

@@ -310,6 +310,24 @@ def exponential_of_log_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> 
 
 
 @form
+def sinks_beside_the_sum(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    """As in the attention of gpt-oss of OpenAI."""
+    scores = q @ repeat_kv(k).mT + o.additive
+    sinks = o.sinks.reshape(-1, 1, 1)
+    top = torch.maximum(sinks, torch.max(scores, dim=-1, keepdim=True).values)
+    exponentials = torch.exp(scores - top)
+    return exponentials / (exponentials.sum(-1, keepdim=True) + torch.exp(sinks - top)) @ repeat_kv(v)
+
+
+@form
+def sinks_beside_the_sum_of_masked_exponentials(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores, sinks = (q @ repeat_kv(k).mT).masked_fill(~o.allowed, -torch.inf), o.sinks[None, :, None]
+    top = scores.amax(-1).maximum(sinks)
+    exponentials = (scores - top[..., None]).exp()
+    return exponentials / ((sinks - top).exp() + exponentials.sum(-1))[..., None] @ repeat_kv(v)
+
+
+@form
 def scores_that_the_caller_drops(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     """As in Whisper of OpenAI, whose attention also returns its scores."""
     scores = (q @ repeat_kv(k).mT + o.additive).float()
