@@ -92,18 +92,47 @@ def views_alike(node: Any, other: Any) -> bool:
     return same_op and all(map(views_alike, arguments(node), arguments(other)))
 
 
+_SIZE_FUNCTIONS = frozenset((operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg))
+"""The arithmetic of symbolic sizes. ATen's operators do that of tensors."""
+
+
 def computed_alike(one: Any, other: Any) -> bool:
     """Whether two arguments of nodes are the same value, or are computed from the same values by the same operators."""
-    if one is other:
-        return True
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(computed_alike, one, other))
-    if not isinstance(one, Node) or not isinstance(other, Node):
-        return type(one) is type(other) and bool(one == other)
-    same_op = one.op == other.op == "call_function" and one.target is other.target and one.kwargs == other.kwargs
-    if not same_op or not isinstance(one.target, OpOverload) or torch.Tag.nondeterministic_seeded in one.target.tags:
+    pairs: list[tuple[Any, Any]] = [(one, other)]
+    known: set[tuple[Node, Node]] = set()
+    while pairs:
+        one, other = pairs.pop()
+        if one is other:
+            continue
+        if isinstance(one, Node) and isinstance(other, Node):
+            if (one, other) in known:  # many paths may lead to one pair
+                continue
+            if not _same_function(one, other):
+                return False
+            known.add((one, other))
+            one, other = _operands(one), _operands(other)
+        if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+            if len(one) != len(other):
+                return False
+            pairs += zip(one, other, strict=True)
+        elif type(one) is not type(other) or one != other:
+            return False
+    return True
+
+
+def _same_function(one: Node, other: Node) -> bool:
+    """Whether two nodes call the same operator, whose result depends on nothing but its operands."""
+    if not (one.op == other.op == "call_function" and one.target is other.target and one.kwargs == other.kwargs):
         return False
-    return not one.is_impure() and computed_alike(arguments(one), arguments(other))
+    if one.target is operator.getitem or one.target in _SIZE_FUNCTIONS:
+        return True
+    if not isinstance(one.target, OpOverload) or torch.Tag.nondeterministic_seeded in one.target.tags:
+        return False
+    return not one.is_impure()
+
+
+def _operands(node: Node) -> list[Any]:
+    return arguments(node) if isinstance(node.target, OpOverload) else list(node.args)
 
 
 def arguments(node: Node) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fuzz.fault import Fault, Faulty, collecting, nothing
-from kvcompile.passes.canonical import drop_whole_copies
+from kvcompile.passes.canonical import drop_whole_copies, join_equal_writes
 from kvcompile.passes.prove import find, moves, reads, settle, uses, writes
 from kvcompile.passes.stacks import analyse
 
@@ -99,6 +99,16 @@ def sites_that_share_a_refused_cache_are_accepted(original: Faulty) -> Faulty:
 @fault(drop_whole_copies, "_made_from")
 def copies_between_inputs_are_dropped(original: Faulty) -> Faulty:
     return lambda node: SimpleNamespace(op="call_function")
+
+
+@fault(join_equal_writes, "_leaves")
+def equal_caches_of_the_caller_become_one(original: Faulty) -> Faulty:
+    return lambda node: False
+
+
+@fault(join_equal_writes, "computed_alike")
+def writes_of_other_vectors_count_as_equal(original: Faulty) -> Faulty:
+    return lambda one, other: True
 
 
 @fault(find, "is_growing")

@@ -304,6 +304,28 @@ def an_input_is_copied_and_then_changed(compile: Any, new: Any) -> Iterator[Any]
     yield *run(*tokens(new), kc, vc, source, copied, new.range(3, 4)), kc, vc, source, copied
 
 
+@shows("equal caches of the caller become one")
+def two_equal_caches_are_returned_and_one_is_changed(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc):
+        out = sdpa(q, torch.cat([kc, k], 2), torch.cat([vc, v], 2))
+        return out, *(torch.cat([x, y], 2) for x, y in ((kc, k), (vc, v)) for _ in range(2))
+
+    run, (kc, vc) = compile(step), caches(new)
+    out, keys, equal_keys, values, equal_values = run(*tokens(new), kc, vc)
+    keys.zero_(), values.zero_()
+    yield out, keys, equal_keys, values, equal_values
+
+
+@shows("writes of other vectors count as equal")
+def attention_reads_other_vectors_than_the_returned_cache(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc):
+        out = sdpa(q, torch.cat([kc, k * 2], 2), torch.cat([vc, v], 2))
+        return out, torch.cat([kc, k], 2), torch.cat([vc, v], 2)
+
+    run, (kc, vc) = compile(step), caches(new)
+    yield run(*tokens(new), kc, vc)
+
+
 @shows("parts of a stack may become views of inputs")
 def parts_of_a_stack_are_copies_of_inputs_that_change(compile: Any, new: Any) -> Iterator[Any]:
     def step(q, k, v, a, b, kc, vc, kv, pos):
