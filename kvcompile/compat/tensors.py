@@ -89,7 +89,10 @@ def num_users(tensor: Tensor) -> int:
     """
     storage = tensor.untyped_storage()
     of_storage = torch._C._storage_Use_Count(storage._cdata) - 1  # does not count ``storage`` itself
-    return max(tensor._use_count(), of_storage - is_autograd_view(tensor))  # type: ignore[attr-defined]
+    base = tensor._base
+    if base is not None and storage_id(base) == storage_id(tensor):  # ``base.data = other`` moves it to another storage
+        of_storage -= 1
+    return max(tensor._use_count(), of_storage)  # type: ignore[attr-defined]
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

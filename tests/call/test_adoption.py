@@ -230,6 +230,16 @@ def test_a_view_is_adopted_only_if_nothing_else_uses_the_tensor_behind_it(hold, 
         assert isinstance(adopt(view, INT8), PackedTensor)
 
 
+def test_an_alias_is_noticed_although_the_tensor_behind_the_view_has_moved_to_another_storage():
+    made = values(2, 70, 3, HEAD_DIM)
+    view, alias = made.transpose(1, 2), made.detach()
+    made.data = torch.zeros(2, 70, 3, HEAD_DIM)
+    del made
+    with pytest.raises(AdoptionError, match="is alive"):
+        adopt(view, INT8)
+    assert alias.any()
+
+
 @pytest.mark.parametrize("what", ["a pool", "a stack"])
 def test_pools_and_stacks_in_another_order_are_refused_and_their_contiguous_copies_adopted(what):
     shape, packed = ADOPTED[what]
