@@ -10,11 +10,31 @@ from torch.fx import GraphModule
 
 from kvcompile.compat.graphs import copied_graph
 from kvcompile.compat.inductor import compile_fx
+from kvcompile.packed.tensor import PackedTensor
 
 
 def compile_plain(gm: GraphModule, inductor_config: dict[str, Any], inputs: Sequence[Any]) -> Any:
     """The code of plain Inductor for ``gm``, which stays unchanged."""
-    return compile_fx(copied_graph(gm), list(inputs), config_patches=inductor_config)
+    gm = copied_graph(gm)
+    if any(isinstance(value, PackedTensor) for value in inputs):
+        _return_views_as_plain_tensors(gm)
+    return compile_fx(gm, list(inputs), config_patches=inductor_config)
+
+
+def _return_views_as_plain_tensors(gm: GraphModule) -> None:
+    """Let the graph return values in place of views of packed caches whose first token depends on sizes.
+
+    AOTAutograd stores the first token of a view as a constant, so it cannot return such a view.
+    """
+    output = gm.graph.output_node()
+    for node in output.all_input_nodes:
+        with gm.graph.inserting_before(output):
+            output.replace_input_with(node, gm.graph.call_function(_with_constant_start, (node,)))
+    gm.recompile()
+
+
+def _with_constant_start(x: Any) -> Any:
+    return x.dequantize() if isinstance(x, PackedTensor) and not isinstance(x.start, int) else x
 
 
 def plain_for_any_inputs(gm: GraphModule, inductor_config: dict[str, Any]) -> Callable[..., Any]:

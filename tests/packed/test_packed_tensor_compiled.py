@@ -185,3 +185,27 @@ def test_two_inputs_that_view_one_cache_are_refused_when_one_is_written():
 def test_a_window_whose_start_is_symbolic_cannot_leave_a_functional_graph():
     with pytest.raises(Exception, match="starts at a token which is only known at run time"):
         torch.compile(lambda c: torch.cat([c, X], 2)[:, :, -19:], backend="aot_eager", fullgraph=True)(growing())
+
+
+def test_a_refused_graph_may_crop_its_packed_cache():
+    """The prompt packs the cache. Later graphs cannot move tokens in this format, and return plain tensors."""
+    weights = torch.randn(3, 32, 32) / 32**0.5
+
+    def step(x, cache):
+        q, k, v = x @ weights[0], x @ weights[1], x @ weights[2]
+        keys, values = (torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)) if cache is not None else (k, v)
+        out = F.scaled_dot_product_attention(q, keys, values, is_causal=cache is None)
+        first = max(0, keys.shape[2] - 48)
+        return out, (keys[:, :, first:], values[:, :, first:])
+
+    policy = {"default": {"dtype": "int8_per_token_head"}, "residual_length": 64}
+    options = {"policy": policy, "on_unsupported": "ignore"}
+    compiled = torch.compile(step, backend="kvquant", options=options)
+    expected, cache, kinds = None, None, []
+    with torch.no_grad():
+        for n in (40, *[1] * 10):
+            x = torch.randn(1, 2, n, 32)
+            (reference, expected), (out, cache) = step(x, expected), compiled(x, cache)
+            torch.testing.assert_close(out, reference)  # these tokens are in full precision
+            kinds.append(type(cache[0]))
+    assert kinds == [PackedTensor] + [torch.Tensor] * 10
