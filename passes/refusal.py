@@ -153,8 +153,8 @@ class Reason(enum.Enum):
     )
     packed_otherwise = (
         "its {role} cache is packed already, {how}, which this attention cannot read",
-        "pass keys and values in the places and the order of dimensions in which they were packed; or pack them again "
-        "from their dequantize()",
+        "pass whole keys and values, in the places and the order of dimensions in which they were packed; or pack them "
+        "again from their dequantize()",
     )
     growing_written = (
         "its {role} cache is growing (made by cat), but this graph writes to it in place",

@@ -59,7 +59,8 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
     """The layout that the policy gives to a cache. A cache that is packed already keeps its own."""
     if packed is not None:
         if not packed.is_cache:
-            raise Refusal(Reason.packed_otherwise, role=cache.role, how="as other parts of a larger tensor")
+            how = "as a slice or another part of a packed tensor"
+            raise Refusal(Reason.packed_otherwise, role=cache.role, how=how)
         if packed.layout.role != cache.role:
             raise Refusal(Reason.packed_otherwise, role=cache.role, how=f"as a {packed.layout.role}")
         if packed.layout.head_dim != cache.head_dim:
