@@ -31,7 +31,7 @@ class Reason(enum.Enum):
         "use a GPU that docs/compatibility.md lists, a CPU, or torch.compile without kvquant",
     )
     no_cache = (
-        "its {role} is computed in this graph and not cached",
+        "its {role} is computed in this graph and not read from a cache",
         "nothing, if the model keeps no cache here; otherwise let the compiled function write the cache or return it",
     )
     part_of_tensor = (
