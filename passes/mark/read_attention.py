@@ -143,7 +143,7 @@ def _read_row_value(call: Call, subject: RowValue, context: Context) -> Known:
         return replace(subject, layout=_viewed(call, subject.layout))
     elif call.name == "getitem":
         return _get_item(call, subject)
-    elif call.name == "log" and isinstance(subject, ExponentialSum):
+    elif call.name == "log" and isinstance(subject, ExponentialSum) and subject.sink is None:
         return LogSumExp(subject.scores, subject.nodes, subject.axis, subject.layout)
     elif isinstance(subject, (LogSumExp, SinkOdds, SinkScale)):
         return _read_sink_scale(call, subject, context)

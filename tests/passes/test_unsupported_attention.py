@@ -373,6 +373,36 @@ def sinks_beside_a_sum_without_their_exponential(q: Tensor, k: Tensor, v: Tensor
     return exponentials / (exponentials.sum(-1, keepdim=True) + (sinks - top)) @ repeat_kv(v)
 
 
+def logarithm_of_a_sum_with_sinks(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores, sinks = scores_of(q, k), o.sinks.reshape(-1, 1, 1)
+    top = scores.amax(-1, keepdim=True)
+    shifted = scores - top
+    total = shifted.exp().sum(-1, keepdim=True) + (sinks - top).exp()
+    return (shifted - total.log()).exp() @ repeat_kv(v)
+
+
+def sinks_added_twice(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores, sinks = scores_of(q, k), o.sinks.reshape(-1, 1, 1)
+    top = scores.amax(-1, keepdim=True)
+    exponentials, of_sinks = (scores - top).exp(), (sinks - top).exp()
+    return exponentials / (exponentials.sum(-1, keepdim=True) + of_sinks + of_sinks) @ repeat_kv(v)
+
+
+def sinks_beside_a_maximum_that_changes(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores, sinks = scores_of(q, k), o.sinks.reshape(-1, 1, 1)
+    top = scores.amax(-1, keepdim=True)
+    exponentials = (scores - top).exp()
+    top.mul_(2)
+    return exponentials / (exponentials.sum(-1, keepdim=True) + (sinks - top).exp()) @ repeat_kv(v)
+
+
+def sinks_that_change_in_place(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores, sinks = scores_of(q, k), o.sinks.reshape(-1, 1, 1).expand(*q.shape[:3], 1).clone()
+    top = scores.amax(-1, keepdim=True)
+    exponentials = (scores - top).exp()
+    return exponentials / (exponentials.sum(-1, keepdim=True) + sinks.sub_(top).exp()) @ repeat_kv(v)
+
+
 def sinks_subtracted_from_the_maximum(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     scores, sinks = scores_of(q, k), o.sinks.reshape(-1, 1, 1)
     top = scores.amax(-1, keepdim=True)
@@ -385,6 +415,10 @@ UNSUPPORTED: dict[Form, str] = {
     sinks_beside_a_sum_of_scaled_scores: "div is applied to the exponentials of its scores",
     sinks_beside_a_sum_of_scores_shifted_twice: "div is applied to the exponentials of its scores",
     sinks_beside_a_sum_without_their_exponential: "div is applied to the exponentials of its scores",
+    logarithm_of_a_sum_with_sinks: "exponentials are multiplied with the values before",
+    sinks_added_twice: "div is applied to the exponentials of its scores",
+    sinks_beside_a_maximum_that_changes: "div is applied to the exponentials of its scores",
+    sinks_that_change_in_place: "in place before the attention ends",
     sinks_subtracted_from_the_maximum: "div is applied to the exponentials of its scores",
     masked_by_a_product_with_floats: "scores * b - 1e10 * (1 - b) with b = mask.to(scores.dtype)",
     masked_by_a_product_with_scaled_bools: "varies along the keys",
