@@ -57,8 +57,8 @@ def adopt(
         The object ``plain`` itself: now a PackedTensor, a PackedPool if it has blocks, or a PackedShard.
 
     Raises:
-        AdoptionError: the format cannot hold the cache, or other code would miss the swap: a view of the cache or
-            another tensor on its storage is alive, or a weak reference to the cache exists.
+        AdoptionError: the format cannot hold the cache, or other code would miss the swap: a view of the cache, its
+            storage or another tensor on its storage is in use, or a weak reference to the cache exists.
     """
     check_adoptable(plain, {(): (layout, axes)}, shard=shard)
     with _normal_tensors_for(plain):
@@ -179,13 +179,12 @@ def _why_not_plain(plain: Tensor) -> str | None:
         return reason
     if is_view_of_held_tensor(plain):
         return f"it is a view of a tensor that is in use; delete that tensor, or {_COPY_IT} with clone()"
-    storage = plain.untyped_storage()
     if plain.device.type == "cpu" and plain.is_shared():  # always True on a GPU
         return f"its memory is shared with other processes, which {_MISSED}"
-    if not storage.resizable():  # it came from from_numpy or from_dlpack, or has been exported
+    if not plain.untyped_storage().resizable():  # it came from from_numpy or from_dlpack, or has been exported
         return f"its memory may belong to a NumPy array, a file or another library, which {_MISSED}"
     if num_users(plain) > 1:
-        return "a view of it, or another tensor on its storage, is alive; delete that tensor before the compiled call"
+        return "a view of it, its storage, or another tensor on its storage is in use; delete it before that call"
     if weakref.getweakrefs(plain):
         return "something holds a weak reference to it"
     return None

@@ -83,16 +83,22 @@ def _counts_of_base(view: Tensor) -> tuple[int, ...]:
 
 
 def num_users(tensor: Tensor) -> int:
-    """The number of tensors and views that use the storage of ``tensor``, or ``tensor`` itself; 1 if it is alone.
+    """The number of tensors, views and holders of the storage object that use the storage of ``tensor``, or ``tensor``.
 
-    The tensor that ``tensor`` is a view of does not count.
+    It is 1 if ``tensor`` is alone. The tensor that ``tensor`` is a view of does not count.
     """
+    holders = _references_to_storage(tensor) - _references_to_storage(torch.empty(1, device="cpu"))
     storage = tensor.untyped_storage()
-    of_storage = torch._C._storage_Use_Count(storage._cdata) - 1  # does not count ``storage`` itself
+    of_storage = torch._C._storage_Use_Count(storage._cdata) - 1 + holders  # does not count ``storage`` itself
     base = tensor._base
     if base is not None and storage_id(base) == storage_id(tensor):  # ``base.data = other`` moves it to another storage
         of_storage -= 1
     return max(tensor._use_count(), of_storage)  # type: ignore[attr-defined]
+
+
+def _references_to_storage(tensor: Tensor) -> int:
+    """Python's references to the object of a storage, this function's included. Its tensor does not refer to it."""
+    return sys.getrefcount(tensor.untyped_storage())
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

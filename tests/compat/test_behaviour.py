@@ -152,6 +152,10 @@ def test_users_of_a_storage_are_counted() -> None:
     assert tensors.num_users(x) == 3
     del alias, view
     assert tensors.num_users(x) == 1
+    storage = x.untyped_storage()
+    assert tensors.num_users(x) == 2
+    del storage
+    assert tensors.num_users(x) == 1
     assert x.untyped_storage().nbytes() == 16
 
 
