@@ -7,7 +7,6 @@ packs. The guard of such a cache is therefore widened.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.packed.cache_meta import CacheMeta
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.packed.view_geometry import memory_order
 from kvcompile.passes.calling import GraphInput, InputAction, SplitStack
 
 
@@ -65,10 +63,8 @@ class PlainOrPacked:
         self._dtype, self._device = example.dtype, example.device
         self._sizes = [size if isinstance(size, int) else None for size in example.shape]
         self._parts, self._stack, self._shard = parts, stack, shard
-        self._order = memory_order(example)
         self._meta: CacheMeta | None = None
         self._shape: Any = None
-        self._stride: Any = None
 
     def widened(self, is_same_plain: Check) -> Check:
         """A check that admits what ``is_same_plain`` admits, and packed caches. It runs at every call."""
@@ -77,8 +73,7 @@ class PlainOrPacked:
         @read_by_guards
         def check(value: Any) -> bool:
             if type(value) is PackedTensor and value.cache_meta is self._meta and value.shape == self._shape:
-                is_whole = value.packed.is_contiguous() and value.stride() == self._stride
-                return is_whole and value.device == device and not value.requires_grad
+                return value.packed.is_contiguous() and value.device == device and not value.requires_grad
             return self.admits(value) if isinstance(value, PackedSubclass) else is_same_plain(value)
 
         return check
@@ -91,18 +86,10 @@ class PlainOrPacked:
             return False
         if cache.dtype != self._dtype or cache.device != self._device or cache.requires_grad:
             return False
-        is_as_packed = self._is_in_memory_order(cache) and self._is_packed_by_call(graph_input(cache, ""))
+        is_as_packed = self._is_packed_by_call(graph_input(cache, ""))
         if is_as_packed and type(cache) is PackedTensor:
-            self._meta, self._shape, self._stride = cache.cache_meta, cache.shape, cache.stride()
+            self._meta, self._shape = cache.cache_meta, cache.shape
         return is_as_packed
-
-    def _is_in_memory_order(self, cache: PackedSubclass) -> bool:
-        """Whether a cache has its dimensions in the order of the plain cache.
-
-        In another order ``reshape`` may copy where it was a view, so that a traced write would not reach the cache.
-        """
-        strides = [cache.stride(dim) for dim in self._order if cache.shape[dim] != 1]
-        return all(outer >= inner for outer, inner in itertools.pairwise(strides))
 
     def _is_packed_by_call(self, now: GraphInput) -> bool:
         """Whether the packed parts of an input are exactly the parts that a call packs."""
