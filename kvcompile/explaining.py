@@ -92,6 +92,7 @@ def _report(
     memo: dict[int, Any] = {}
     model = _with_own_buffers(model, memo)
     args, kwargs = copy.deepcopy((args, kwargs), memo)
+    memo.clear()  # it holds the storages of the copies, so that no cache would be packed
     with collect_reports() as report, without_recompile_limit(), torch.no_grad():
         torch.compile(with_new_code(run, "explain"), backend=backend)(model, *args, **kwargs)
     return report
