@@ -73,18 +73,24 @@ class PlainOrPacked:
         @read_by_guards
         def check(value: Any) -> bool:
             if type(value) is PackedTensor and value.cache_meta is self._meta and value.shape == self._shape:
-                return value.packed.is_contiguous() and value.device == device and not value.requires_grad
+                is_whole = value.packed.is_contiguous() and value.is_contiguous()
+                return is_whole and value.device == device and not value.requires_grad
             return self.admits(value) if isinstance(value, PackedSubclass) else is_same_plain(value)
 
         return check
 
     @read_by_guards
     def admits(self, cache: PackedSubclass) -> bool:
-        """Whether ``cache`` has the bytes, the sizes and the dtype that a call gives to the plain cache."""
+        """Whether ``cache`` has the bytes, the sizes and the dtype that a call gives to the plain cache.
+
+        It must be contiguous, as the plain cache is: the code may depend on strides. A slice of tokens is not.
+        """
         sizes = zip(self._sizes, cache.shape, strict=False)
         if cache.dim() != len(self._sizes) or any(size is not None and size != own for size, own in sizes):
             return False
         if cache.dtype != self._dtype or cache.device != self._device or cache.requires_grad:
+            return False
+        if not cache.is_contiguous():
             return False
         is_as_packed = self._is_packed_by_call(graph_input(cache, ""))
         if is_as_packed and type(cache) is PackedTensor:

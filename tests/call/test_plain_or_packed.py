@@ -140,3 +140,15 @@ def test_filters_of_guards_find_the_widened_guard_as_dynamos_own() -> None:
     assert found == ["TENSOR_MATCH"]
     run(for_plain, packed_by_hand("int4_per_token_head"))
     assert num_graphs() == 2
+
+
+def test_a_slice_of_tokens_of_a_packed_cache_is_compiled_for_because_code_may_read_strides() -> None:
+    def step_with_strides(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+        return step(q, k, v, kc, vc, pos) * kc.stride(1)
+
+    run_step = compiled(step_with_strides, dynamic=False)
+    plain, longer = plain_for(step), packed_by_hand(shape=(*SHAPE[:2], 2 * SHAPE[2], SHAPE[3]))
+    run(run_step, plain)
+    slices = [cache[:, :, : SHAPE[2]] for cache in longer]
+    expected = run(compiled(step), [cache.clone() for cache in slices])
+    torch.testing.assert_close(run(run_step, slices), expected * longer[0].stride(1), rtol=1e-4, atol=1e-4)
