@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shlex
 import sys
@@ -182,6 +183,12 @@ def shown(key: str, row: Row) -> str:
     return "" if value is None else format(value, COLUMNS[key].format)
 
 
+def command_line() -> str:
+    """The command that started this process."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun sets it
+    return shlex.join([*(("python",) if ranks is None else ("torchrun", "--nproc-per-node", ranks)), *sys.argv])
+
+
 class Recorder:
     """Collects the rows of one run of a benchmark, and keeps its file up to date.
 
@@ -194,8 +201,7 @@ class Recorder:
         self._begin = time.monotonic()
         benchmark = Path(sys.argv[0]).stem
         described = describe_device(torch.device(device_type))
-        command = shlex.join(["python", *sys.argv])
-        self.results = Results(benchmark, command, described, versions(), chart)
+        self.results = Results(benchmark, command_line(), described, versions(), chart)
         parts = [benchmark, *filter(None, [arguments.tag]), described["name"]]
         self.path = arguments.output / (re.sub(r"[^a-z0-9_]+", "-", " ".join(parts).lower()).strip("-") + ".json")
         if device_type == "cuda":

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from packed_bytes import empty_packed
-from recording import COLUMNS, Chart, Recorder, Results, argument, in_words, plot
+from recording import COLUMNS, Chart, Recorder, Results, argument, command_line, in_words, plot
 
 import kvcompile
 from kvcompile.benching import measuring, workloads
@@ -185,6 +185,18 @@ def test_results_are_read_as_they_were_written(tmp_path):
     results.write(path)
     assert Results.read(path) == results
     assert [file.name for file in path.parent.iterdir()] == ["decode.json"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "command"),
+    [(None, "python bench.py --repeats 4"), ("2", "torchrun --nproc-per-node 2 bench.py --repeats 4")],
+)
+def test_results_name_the_command_that_started_them(ranks, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--repeats", "4"])
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert command_line() == command
 
 
 def test_a_row_that_fails_is_kept_with_its_error_and_the_others_are_measured(tmp_path, monkeypatch, capsys):
