@@ -164,7 +164,9 @@ def _why_not_plain(plain: Tensor) -> str | None:
     if not plain.untyped_storage().resizable():  # it came from from_numpy or from_dlpack, or has been exported
         return f"its memory may belong to a NumPy array, a file or another library, which {_MISSED}"
     if num_users(plain) > 1:
-        return "a view of it, its storage, or another tensor on its storage is in use; delete it before that call"
+        return (
+            "a view of it, its storage, or another tensor on its storage is in use; delete it before the compiled call"
+        )
     if weakref.getweakrefs(plain):
         return "something holds a weak reference to it"
     return None

@@ -40,6 +40,7 @@ from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedParts, PackedRanges, PackedStack, stacked
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.view_geometry import strided_as
 from kvcompile.packed.writes import ROOM
 from kvcompile.parallel.agreement import together
 from kvcompile.passes.calling import InputAction, JoinedOutput, OutputAction, Rewritten, SplitStack
@@ -159,7 +160,7 @@ class PackedCall:
             self._replace_caches(args)
             for plain in self._dequantized:
                 tensor = args[plain.index]
-                args[plain.index] = tensor.dequantize().contiguous()
+                args[plain.index] = strided_as(tensor, tensor.dequantize())
                 if plain.mutated:
                     changed.append((tensor, args[plain.index]))
         buffered, buffers = self._buffer(args)

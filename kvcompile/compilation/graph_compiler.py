@@ -274,7 +274,8 @@ class GraphCompiler:
         """The example inputs, with plain fakes in the place of packed caches and of inputs that may be plain caches.
 
         AOTAutograd's key must be the same before and after a cache is packed. The key differs between fakes and real
-        tensors.
+        tensors. Plain fakes have the strides of the packed caches, because strides decide whether ``reshape`` and
+        ``contiguous`` give a view, whose writes change the cache, or a copy.
         """
         fake_mode = detect_fake_mode(self.example_inputs)
         assert fake_mode is not None, "Dynamo traces in a fake mode"
@@ -284,7 +285,9 @@ class GraphCompiler:
             if isinstance(value, PackedSubclass):
                 logical = placeholders[index].meta["example_value"]
                 with fake_mode:
-                    inputs[index] = torch.empty(logical.shape, dtype=logical.dtype, device=logical.device)
+                    inputs[index] = torch.empty_strided(
+                        logical.shape, logical.stride(), dtype=logical.dtype, device=logical.device
+                    )
             elif type(value) is torch.Tensor and value.dim() >= 3 and not value.requires_grad:
                 inputs[index] = placeholders[index].meta["example_value"]
         return inputs

@@ -160,7 +160,8 @@ def _as_strided(
     if root is None or begin is None or (storage_offset is not None and begin != 0):
         raise NotImplementedError(
             "as_strided of this view of a packed KV cache: packed views report no storage offset, so the first element "
-            "is not known; call as_strided on the cache itself, or on a clone() of the view"
+            "is not known; call as_strided on the cache itself, or on a clone() of the view (a compiled function that "
+            "returns such a view calls it, too: return the clone)"
         )
     begin = begin if storage_offset is None else storage_offset
     if not root.data_is_traced and 0 not in size:

@@ -58,6 +58,6 @@ def refuse_aliased_inputs(cache_type: type) -> None:
     storages = [storage_id(cache.packed) for cache in caches]
     if len(set(storages)) < len(storages):
         raise NotImplementedError(
-            "a compiled graph writes to a packed cache and takes two views of one packed cache as inputs; pass the "
+            "a compiled graph writes to a packed cache, and one of its inputs is a view of a packed cache; pass the "
             "whole cache only, and slice it inside the compiled function"
         )

@@ -69,3 +69,17 @@ def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
 
     order = sorted(range(like.dim()), key=functools.cmp_to_key(compared))
     return values.permute(order).contiguous().permute([order.index(dim) for dim in range(like.dim())])
+
+
+def strided_as(like: Tensor, values: Tensor) -> Tensor:
+    """``values`` in memory with exactly the strides of ``like``, a tensor of the same shape.
+
+    Dimensions of stride 0 (``expand``) repeat their first element.
+    """
+    stride = like.stride()
+    if values.stride() == stride:
+        return values
+    distinct = tuple(slice(None) if step else slice(1) for step in stride)
+    result = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)
+    result[distinct] = values[distinct]
+    return result
