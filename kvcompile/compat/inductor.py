@@ -6,17 +6,26 @@ There is no fallback: the backend needs them to compile a graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch._inductor
+import torch._inductor.compile_fx
 from torch._functorch.compile_utils import fx_graph_cse as fx_graph_cse
-from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table as select_decomp_table
 from torch._inductor.lowering import lowerings
 from torch._inductor.utils import BoxedBool as BoxedBool
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from kvcompile.compat.loop_tails import complete_loops
+
+
+def compile_fx(gm: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+    """The code of AOTAutograd and Inductor for a graph of Dynamo."""
+    with complete_loops():
+        return torch._inductor.compile_fx.compile_fx(gm, list(inputs), **how)
 
 
 def can_call_subgraphs() -> bool:
@@ -53,7 +62,8 @@ def views_by_method() -> Iterator[None]:
 def aoti_compile_and_package(exported: ExportedProgram, path: str, metadata: Mapping[str, str]) -> None:
     """Write AOTInductor's package of ``exported`` to ``path``, which ends in ``.pt2``, with strings as metadata."""
     configs = {"aot_inductor.metadata": dict(metadata)}
-    torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=configs)
+    with complete_loops():
+        torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=configs)
 
 
 def aoti_load_metadata(path: str) -> dict[str, str]:
