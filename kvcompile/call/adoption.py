@@ -9,15 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvcompile.compat.tensors import is_autograd_view, num_users
+from kvcompile.compat.tensors import is_view_of_held_tensor, num_users
 from kvcompile.errors import KVCompileError
-from kvcompile.kernels.layout.axes import PartIndex, shape_of_part, sizes_by_axis, with_ranges
+from kvcompile.kernels.layout.axes import BLOCK_AXES, PartIndex, shape_of_part, sizes_by_axis, with_ranges
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import packed_of
 from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedParts, PackedRanges, PackedStack
 from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.view_geometry import is_permuted
 
 _COPY_IT = "copy it before the compiled call"
 _MISSED = "would not get the new tokens of a packed cache; take a clone() of it for the cache before the compiled call"
@@ -39,7 +41,9 @@ def adopt(
     """Quantizes the cache ``plain`` and swaps the packed tensor into its Python object.
 
     Afterwards every name, list and module attribute that held ``plain`` holds the packed cache. Attributes that were
-    set on the object are kept. The plain storage is freed.
+    set on the object are kept. The plain storage is freed. A cache keeps its strides, whatever the order of its
+    dimensions in memory: views and ``reshape`` then do what they did on ``plain``. Pools, shards and stacks report the
+    strides of contiguous tensors, and only contiguous ones are adopted.
 
     Args:
         plain: a cache or a pool. ``axes`` is the order of its dimensions.
@@ -56,12 +60,14 @@ def adopt(
         AdoptionError: the format cannot hold the cache, or other code would miss the swap: a view of the cache, its
             storage or another tensor on its storage is in use, or a weak reference to the cache exists.
     """
-    check_adoptable(plain, {(): (layout, axes)})
+    check_adoptable(plain, {(): (layout, axes)}, shard=shard)
     with _normal_tensors_for(plain):
         if shard is not None:
             packed: Tensor = PackedShard.from_dense(plain, layout, shard, axes)
         else:
             packed = packed_of(plain, layout, axes, growing=growing, num_written=num_written)
+            if isinstance(packed, PackedTensor):
+                packed = packed.with_stride(plain.stride())
     _swap(plain, packed)
     assert isinstance(plain, PackedSubclass)
     return plain
@@ -99,10 +105,17 @@ def adopt_stack(
 
 
 def check_adoptable(
-    plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] | None = None, num_ranges: int = 0
+    plain: Tensor,
+    parts: PackedParts,
+    stacked_dims: Sequence[int] | None = None,
+    num_ranges: int = 0,
+    shard: ContextShard | None = None,
 ) -> None:
     """Raises the AdoptionError of :func:`adopt_stack`, or of :func:`adopt` if the only part is ``()``."""
     reason = _why_not_plain(plain)
+    keeps_strides = shard is None and () in parts and parts[()][1] not in BLOCK_AXES
+    if reason is None and not keeps_strides and not plain.is_contiguous():
+        reason = f"it is not contiguous; {_COPY_IT} with contiguous()"
     for index, (layout, axes) in parts.items():
         dims = range(len(index)) if stacked_dims is None else stacked_dims
         reason = reason or _why_not_packable(plain, shape_of_part(plain, dims, num_ranges), layout, axes)
@@ -146,19 +159,26 @@ def _why_not_packable(plain: Tensor, shape: Sequence[int], layout: PackedLayout,
     return None
 
 
+def why_not_whole(plain: Tensor) -> str | None:
+    """Why a plain tensor does not fill its storage with each element once; None if it does."""
+    if not is_permuted(plain):
+        return f"its elements overlap in memory, or have gaps between them; {_COPY_IT} with clone()"
+    nbytes = plain.untyped_storage().nbytes()
+    if nbytes != plain.nbytes:
+        return f"it covers {plain.nbytes} bytes of a storage of {nbytes} bytes; {_COPY_IT} with clone()"
+    return None
+
+
 def _why_not_plain(plain: Tensor) -> str | None:
     """Why other code would miss the swap of ``plain`` for another tensor; None if it is safe."""
     if type(plain) is not Tensor:
         return f"it is a {type(plain).__name__}, not a plain tensor"
     if plain.requires_grad:
         return "it requires grad, and a packed cache has no gradient"
-    if not plain.is_contiguous():
-        return f"it is not contiguous; {_COPY_IT} with contiguous()"
-    if is_autograd_view(plain):
-        return f"it is a view of another tensor; {_COPY_IT} with clone()"
-    nbytes = plain.untyped_storage().nbytes()
-    if nbytes != plain.nbytes:
-        return f"it covers {plain.nbytes} bytes of a storage of {nbytes} bytes; {_COPY_IT} with clone()"
+    if (reason := why_not_whole(plain)) is not None:
+        return reason
+    if is_view_of_held_tensor(plain):
+        return f"it is a view of a tensor that is in use; delete that tensor, or {_COPY_IT} with clone()"
     if plain.device.type == "cpu" and plain.is_shared():  # always True on a GPU
         return f"its memory is shared with other processes, which {_MISSED}"
     if not plain.untyped_storage().resizable():  # it came from from_numpy or from_dlpack, or has been exported

@@ -418,7 +418,7 @@ def adopt_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> 
 
     With ``shard``, this process keeps only its share of the tokens of each cache. No cache is then a stack.
     """
-    check_all(caches)
+    check_all(caches, shard)
     for plain in caches:
         if () in plain.parts:
             adopt(plain.tensor, *plain.parts[()], shard=shard, num_written=plain.num_written.get(()))
@@ -426,10 +426,10 @@ def adopt_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> 
             adopt_stack(plain.tensor, plain.parts, plain.stacked_dims, plain.num_written, plain.num_ranges)
 
 
-def check_all(caches: Sequence[Adoption]) -> None:
+def check_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> None:
     """Raise the AdoptionError of :func:`adopt_all`."""
     for plain in caches:
-        check_adoptable(plain.tensor, plain.parts, plain.stacked_dims, plain.num_ranges)
+        check_adoptable(plain.tensor, plain.parts, plain.stacked_dims, plain.num_ranges, shard)
 
 
 def _data_of(packed: PackedTensor | PackedPool) -> Tensor:

@@ -21,6 +21,7 @@ from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.packed.cache_meta import CacheMeta
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.view_geometry import memory_order
 from kvcompile.passes.calling import GraphInput, InputAction, SplitStack
 
 
@@ -63,8 +64,10 @@ class PlainOrPacked:
         self._dtype, self._device = example.dtype, example.device
         self._sizes = [size if isinstance(size, int) else None for size in example.shape]
         self._parts, self._stack, self._shard = parts, stack, shard
+        self._order = memory_order(example)
         self._meta: CacheMeta | None = None
         self._shape: Any = None
+        self._stride: Any = None
 
     def widened(self, is_same_plain: Check) -> Check:
         """A check that admits what ``is_same_plain`` admits, and packed caches. It runs at every call."""
@@ -73,7 +76,7 @@ class PlainOrPacked:
         @read_by_guards
         def check(value: Any) -> bool:
             if type(value) is PackedTensor and value.cache_meta is self._meta and value.shape == self._shape:
-                is_whole = value.packed.is_contiguous() and value.is_contiguous()
+                is_whole = value.packed.is_contiguous() and value.stride() == self._stride
                 return is_whole and value.device == device and not value.requires_grad
             return self.admits(value) if isinstance(value, PackedSubclass) else is_same_plain(value)
 
@@ -81,21 +84,30 @@ class PlainOrPacked:
 
     @read_by_guards
     def admits(self, cache: PackedSubclass) -> bool:
-        """Whether ``cache`` has the bytes, the sizes and the dtype that a call gives to the plain cache.
-
-        It must be contiguous, as the plain cache is: the code may depend on strides. A slice of tokens is not.
-        """
+        """Whether ``cache`` has the bytes, the sizes and the dtype that a call gives to the plain cache."""
         sizes = zip(self._sizes, cache.shape, strict=False)
         if cache.dim() != len(self._sizes) or any(size is not None and size != own for size, own in sizes):
             return False
         if cache.dtype != self._dtype or cache.device != self._device or cache.requires_grad:
             return False
-        if not cache.is_contiguous():
-            return False
-        is_as_packed = self._is_packed_by_call(graph_input(cache, ""))
+        is_as_packed = self._has_strides_of_plain(cache) and self._is_packed_by_call(graph_input(cache, ""))
         if is_as_packed and type(cache) is PackedTensor:
-            self._meta, self._shape = cache.cache_meta, cache.shape
+            self._meta, self._shape, self._stride = cache.cache_meta, cache.shape, cache.stride()
         return is_as_packed
+
+    def _has_strides_of_plain(self, cache: PackedSubclass) -> bool:
+        """Whether a cache has its dimensions in the order of the plain cache, without gaps.
+
+        With other strides ``reshape`` may copy where it was a view, so that a traced write would not reach the cache. A
+        slice of tokens has other strides.
+        """
+        step = 1
+        for dim in reversed(self._order):
+            if cache.shape[dim] != 1:
+                if cache.stride(dim) != step:
+                    return False
+                step *= cache.shape[dim]
+        return True
 
     def _is_packed_by_call(self, now: GraphInput) -> bool:
         """Whether the packed parts of an input are exactly the parts that a call packs."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvcompile.call.adoption import why_not_whole
 from kvcompile.compat.tensors import is_autograd_view
 from kvcompile.packed.subclass import PackedSubclass
 
@@ -33,6 +34,9 @@ def pack_(owner: T) -> T:
     first compilation: a graph that was compiled earlier is not compiled again. A graph that packs a marked tensor also
     packs other tensors that later calls pass in its place.
 
+    A cache may have its dimensions in any order in memory, as ``projection(x).transpose(1, 2)`` has. A buffer or an
+    attribute whose elements do not fill its memory is not marked.
+
     Args:
         owner: a tensor; a module, for its buffers; or a list, tuple, dict or object of another class, for the tensors
             that it and its attributes hold. Only floating-point tensors of three or four dimensions without gradients
@@ -42,18 +46,18 @@ def pack_(owner: T) -> T:
         ``owner`` itself.
 
     Raises:
-        ValueError: ``owner`` holds no such tensor, or is a tensor, list, tuple or dict with one that is not contiguous.
+        ValueError: ``owner`` holds no such tensor, or is a tensor, list, tuple or dict with a tensor that is a part of
+            a larger one, or has elements that overlap in memory.
     """
     found = list(_tensors_of(owner, set()))
     for tensor in found:
         if type(tensor) is not Tensor:
             continue  # it is packed
-        if tensor.is_contiguous():
+        if (reason := why_not_whole(tensor)) is None:
             setattr(tensor, _MARK, True)
         elif isinstance(owner, (Tensor, list, tuple, Mapping)):
             raise ValueError(
-                f"pack_: the tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, cannot be packed: it is not "
-                "contiguous; pass its contiguous(), and let the steps read that"
+                f"pack_: the tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, cannot be packed: {reason}"
             )
     if not found:
         raise ValueError(

@@ -6,6 +6,7 @@ There is no fallback: adoption would be unsafe without the counts of users, and 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -59,14 +60,39 @@ def is_autograd_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def is_view_of_held_tensor(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a view of a tensor that something else uses, too.
+
+    ``linear(x).transpose(1, 2)`` is a view of a tensor that nothing else uses: it lives as long as its view.
+    """
+    if not is_autograd_view(tensor):
+        return False
+    with torch.inference_mode(False):
+        view_of_nothing_else = torch.empty(1, device="cpu").unsqueeze(0)
+    return _counts_of_base(tensor) != _counts_of_base(view_of_nothing_else)
+
+
+def _counts_of_base(view: Tensor) -> tuple[int, ...]:
+    """How often C++ and Python refer to the tensor that ``view`` is a view of. Weak references count, too.
+
+    A release of PyTorch may count the references of this function in its own way, so compare the counts of two views.
+    """
+    base = view._base
+    assert base is not None, "an autograd view has a base"
+    return base._use_count(), sys.getrefcount(base), weakref.getweakrefcount(base)  # type: ignore[attr-defined]
+
+
 def num_users(tensor: Tensor) -> int:
     """The number of tensors, views and holders of the storage object that use the storage of ``tensor``, or ``tensor``.
 
-    It is 1 if ``tensor`` is alone.
+    It is 1 if ``tensor`` is alone. The tensor that ``tensor`` is a view of does not count.
     """
     holders = _references_to_storage(tensor) - _references_to_storage(torch.empty(1, device="cpu"))
     storage = tensor.untyped_storage()
     of_storage = torch._C._storage_Use_Count(storage._cdata) - 1 + holders  # does not count ``storage`` itself
+    base = tensor._base
+    if base is not None and storage_id(base) == storage_id(tensor):  # ``base.data = other`` moves it to another storage
+        of_storage -= 1
     return max(tensor._use_count(), of_storage)  # type: ignore[attr-defined]
 
 

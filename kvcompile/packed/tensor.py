@@ -242,6 +242,10 @@ class PackedTensor(PackedSubclass):
         lineage = Lineage(GrowingBuffer(data, end, layout.header_blocks), end)
         return cls(data[: layout.growing_blocks(end)], cache_meta, size, lineage=lineage, place=Place())
 
+    def with_stride(self, stride: Sequence[int]) -> PackedTensor:
+        """This new cache, which nothing else uses yet, with the strides of the plain cache that it replaces."""
+        return PackedTensor(self._packed, self.cache_meta, self.shape, stride, self._lineage, self.place)
+
     def view_as_part(
         self,
         size: Sequence[int],

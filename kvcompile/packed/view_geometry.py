@@ -55,19 +55,31 @@ def stride_of_clone(x: Tensor) -> tuple[int, ...]:
     return torch.empty_like(geometry_of(x)).stride()
 
 
-def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
-    """``values`` with the memory order of dimensions of ``like``, in traced code.
+def memory_order(x: Tensor) -> list[int]:
+    """The dimensions of ``x`` from the outermost to the innermost in memory.
 
-    Every view of ``like`` is then a valid view of ``values``. Dimensions keep their order if the order of their
-    strides is not known.
+    Dimensions keep their order if the order of their strides is not known.
     """
-    stride = like.stride()
+    stride = x.stride()
 
     def compared(one: int, other: int) -> int:
         is_inner, is_outer = stride[one] < stride[other], stride[one] > stride[other]
         return int(statically_known_true(is_inner)) - int(statically_known_true(is_outer))
 
-    order = sorted(range(like.dim()), key=functools.cmp_to_key(compared))
+    return sorted(range(x.dim()), key=functools.cmp_to_key(compared))
+
+
+def is_permuted(x: Tensor) -> bool:
+    """Whether ``x`` is a contiguous tensor with its dimensions in any order: it has no gaps, and no element twice."""
+    return x.permute(memory_order(x)).is_contiguous()
+
+
+def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
+    """``values`` with the memory order of dimensions of ``like``, in traced code.
+
+    Every view of ``like`` is then a valid view of ``values``.
+    """
+    order = memory_order(like)
     return values.permute(order).contiguous().permute([order.index(dim) for dim in range(like.dim())])
 
 

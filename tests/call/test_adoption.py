@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import weakref
 
 import numpy
@@ -167,10 +169,9 @@ UNFIT = {
     "a parameter": (lambda: torch.nn.Parameter(torch.zeros(2, 3, 70, HEAD_DIM)), "Parameter, not a plain tensor"),
     "a packed cache": (lambda: PackedTensor.zeros((2, 3, 70, HEAD_DIM), torch.float32, INT8), "PackedTensor"),
     "a gradient": (lambda: torch.zeros(2, 3, 70, HEAD_DIM, requires_grad=True), "requires grad"),
-    "a view": (lambda: torch.zeros(3, 3, 70, HEAD_DIM)[:2], "view"),
-    "a part of a storage": (lambda: torch.zeros(3, 3, 70, HEAD_DIM)[:2].detach(), "bytes of a storage of"),
-    "another order in memory": (lambda: torch.zeros(2, 70, 3, HEAD_DIM).transpose(1, 2).detach(), "not contiguous"),
-    "one value for all": (lambda: torch.zeros(1).expand(2, 3, 70, HEAD_DIM).detach(), "not contiguous"),
+    "a part of a storage": (lambda: torch.zeros(3, 3, 70, HEAD_DIM)[:2], "bytes of a storage of"),
+    "a part of each token": (lambda: torch.zeros(2, 3, 70, 2 * HEAD_DIM)[..., :HEAD_DIM], "have gaps"),
+    "one value for all": (lambda: torch.zeros(1).expand(2, 3, 70, HEAD_DIM), "overlap in memory"),
     "three dimensions": (lambda: torch.zeros(2, 70, HEAD_DIM), "not a 4-dimensional"),
     "integers": (lambda: torch.zeros(2, 3, 70, HEAD_DIM, dtype=torch.int32), "floating-point"),
     "another head_dim": (lambda: torch.zeros(2, 3, 70, 32), "head_dim 16"),
@@ -182,6 +183,72 @@ def test_a_tensor_that_is_not_a_plain_cache_is_refused(make, reason):
     tensor = make()
     with pytest.raises(AdoptionError, match=reason):
         adopt(tensor, INT8)
+
+
+ORDERS = list(itertools.permutations(range(4)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("growing", [True, False])
+def test_a_cache_in_any_order_in_memory_is_adopted_with_its_strides_and_its_storage_is_freed(order, growing):
+    made = values(*(shape_of("bhtd", 70)[dim] for dim in order))
+    cache = made.permute([order.index(dim) for dim in range(4)])
+    expected, strides = quantized(cache, INT8), cache.stride()
+    storage = cache.untyped_storage()._weak_ref()
+    del made  # otherwise the cache is a view of a tensor in use
+    assert adopt(cache, INT8, growing=growing) is cache
+    assert torch.UntypedStorage._expired(storage)
+    torch.UntypedStorage._free_weak_ref(storage)
+    assert cache.stride() == strides
+    assert torch.equal(cache.dequantize(), expected)
+    longer = torch.cat([cache, torch.zeros(2, 3, 1, HEAD_DIM)], 2)
+    assert torch.equal(longer[:, :, :-1].clone(), expected)
+
+
+HOLDERS = {
+    "a name": lambda view: view._base,
+    "a list": lambda view: [view._base],
+    "another view": lambda view: view._base[:1],
+    "a detached alias": lambda view: view._base.detach(),
+    "a weak reference": lambda view: weakref.ref(view._base),
+    "a view of the view": lambda view: view[:1],
+    "the same view again": lambda view: view._base.transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS.keys())
+@pytest.mark.parametrize("made", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("adopted", [torch.no_grad, torch.inference_mode])
+def test_a_view_is_adopted_only_if_nothing_else_uses_the_tensor_behind_it(hold, made, adopted):
+    with made():
+        view = values(2, 70, 3, HEAD_DIM).transpose(1, 2)
+        held = hold(view)
+    with adopted():
+        with pytest.raises(AdoptionError, match=r"in use|is alive"):
+            adopt(view, INT8)
+        assert type(view) is torch.Tensor
+        del held
+        gc.collect()
+        assert isinstance(adopt(view, INT8), PackedTensor)
+
+
+def test_an_alias_is_noticed_although_the_tensor_behind_the_view_has_moved_to_another_storage():
+    made = values(2, 70, 3, HEAD_DIM)
+    view, alias = made.transpose(1, 2), made.detach()
+    made.data = torch.zeros(2, 70, 3, HEAD_DIM)
+    del made
+    with pytest.raises(AdoptionError, match="another tensor on its storage is in use"):
+        adopt(view, INT8)
+    assert alias.any()
+
+
+@pytest.mark.parametrize("what", ["a pool", "a stack"])
+def test_pools_and_stacks_in_another_order_are_refused_and_their_contiguous_copies_adopted(what):
+    shape, packed = ADOPTED[what]
+    plain = values(*shape[:1], *shape[2:3], *shape[1:2], *shape[3:]).transpose(1, 2)
+    with pytest.raises(AdoptionError, match=r"not contiguous; copy it before the compiled call with contiguous\(\)"):
+        packed(plain)
+    packed(plain.contiguous())
 
 
 def test_a_head_dim_that_the_format_cannot_hold_is_refused():

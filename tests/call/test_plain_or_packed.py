@@ -13,9 +13,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kvcompile
+from kvcompile.call.adoption import adopt
+from kvcompile.call.plain_or_packed import PlainOrPacked
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.calling import InputAction
 
 INT8 = "int8_per_token_head"
 BATCH, HEADS, MAX_LEN, HEAD_DIM = 2, 2, 70, 32
@@ -152,3 +155,15 @@ def test_a_slice_of_tokens_of_a_packed_cache_is_compiled_for_because_code_may_re
     slices = [cache[:, :, : SHAPE[2]] for cache in longer]
     expected = run(compiled(step), [cache.clone() for cache in slices])
     torch.testing.assert_close(run(run_step, slices), expected * longer[0].stride(1), rtol=1e-4, atol=1e-4)
+
+
+def test_code_for_caches_in_one_order_in_memory_admits_packed_caches_in_this_order_only() -> None:
+    """``reshape`` is a view in one order and a copy in the other: the write reaches the cache in one of them only."""
+    layout, (batch, heads, tokens, head_dim) = PackedLayout(INT8, "key", HEAD_DIM), SHAPE
+    action = InputAction(0, "static", layout, axes="bhtd")
+    in_orders = [lambda: torch.zeros(SHAPE), lambda: torch.zeros(batch, tokens, heads, head_dim).transpose(1, 2)]
+    for place, make in enumerate(in_orders):
+        code = PlainOrPacked(make(), {(): action})
+        run_with = code.widened(lambda plain: True)
+        for _ in range(2):  # the check remembers the cache that it has admitted
+            assert [run_with(adopt(other(), layout)) for other in in_orders] == [place == 0, place == 1]
