@@ -1,4 +1,4 @@
-"""A decode step on one GPU and on several: tensor parallel, context parallel and both on the same ranks.
+"""A decode step and a prompt on one GPU and on several: tensor parallel, context parallel and both on the same ranks.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py [--tensor-shape 8,32/8,128,32768] [--layers 16] ...
     python benchmarks/parallel.py --help
@@ -7,6 +7,7 @@ Ranks run a model as wide as Llama 3 8B with random weights in bfloat16. First, 
 wait. The baseline of a row is the same step on one rank.
 
 - tensor parallel: PyTorch distributes weights and KV heads (``parallelize_module``). Caches are full of random values.
+- prompt: tensor parallel, but a step reads a whole prompt into an empty cache, and CUDA graphs are off.
 - context parallel: every rank has all weights and a part of the tokens (``context_parallel=``). Their
   shards are full of random values.
 - helix: context parallel, and PyTorch distributes the weights of MLPs over the same ranks (Helix parallelism,
@@ -54,7 +55,12 @@ MLP = {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel, "mlp.do
 ATTENTION = {f"self_attn.{name}_proj": ColwiseParallel for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel}
 """How linear layers are split: by columns, or by rows, so that their outputs are summed over the ranks."""
 
-SPLIT_LAYERS = {"tensor parallel": ATTENTION | MLP, "context parallel": {}, "helix": MLP}
+SPLIT_LAYERS = {
+    "tensor parallel": ATTENTION | MLP,
+    "prompt": ATTENTION | MLP,
+    "context parallel": {},
+    "helix": MLP,
+}
 """The linear layers that every case splits."""
 
 CASES = [case.split()[0] for case in SPLIT_LAYERS]
@@ -124,16 +130,16 @@ def fill(cache: Any, ranks: Ranks) -> None:
                 else:
                     own = tokens.narrow(1, ranks.rank * heads, heads) if ranks.size > 1 else tokens
                     whole[:, :, first : first + count] = own
-    rewind(cache)
 
 
-def rewind(cache: Any) -> None:
+def rewind(cache: Any, position: int | None = None) -> None:
+    """Let the next step write at ``position``; by default, so near the end that a repeat of steps fits."""
     for layer in cache.layers:
-        layer.cumulative_length.fill_(max(0, layer.max_cache_len - 2 * STEPS))
+        layer.cumulative_length.fill_(max(0, layer.max_cache_len - 2 * STEPS) if position is None else position)
 
 
 def time_steps(step: Callable[[], object], cache: Any, ranks: Ranks, repeats: int) -> Timing:
-    """The time of a step, from repeats of STEPS steps."""
+    """The time of a decode step, from repeats of STEPS steps."""
     seconds = []
     for _ in range(repeats + 1):  # the first repeat is not timed
         rewind(cache)
@@ -144,6 +150,19 @@ def time_steps(step: Callable[[], object], cache: Any, ranks: Ranks, repeats: in
             step()
         synchronize()
         seconds.append((time.perf_counter() - begin) / STEPS)
+    return Timing.of(ranks.slowest(seconds[1:]), "wall clock")
+
+
+def time_prompts(read: Callable[[], object], cache: Any, ranks: Ranks, repeats: int) -> Timing:
+    """The time of a prompt that fills the cache."""
+    seconds = []
+    for _ in range(repeats + 1):  # the first repeat is not timed
+        rewind(cache, 0)
+        ranks.begin_together()
+        begin = time.perf_counter()
+        read()
+        synchronize()
+        seconds.append(time.perf_counter() - begin)
     return Timing.of(ranks.slowest(seconds[1:]), "wall clock")
 
 
@@ -163,10 +182,18 @@ class Job:
     policy: str | None
     mode: str
 
+    @property
+    def splits_tokens(self) -> bool:
+        return self.case in ("context parallel", "helix")
+
+    @property
+    def reads_prompt(self) -> bool:
+        return self.case == "prompt"
+
     def compile(self, model: Any, ranks: Ranks) -> Any:
         if self.policy is None:
             return torch.compile(model, dynamic=False, options=MODES[self.mode] | UNCHECKED_MODULES)
-        split = None if self.case == "tensor parallel" else ranks.mesh
+        split = ranks.mesh if self.splits_tokens else None
         backend = kvcompile.kvquant(
             policy=self.policy, context_parallel=split, on_unsupported="error", options=MODES[self.mode]
         )
@@ -175,7 +202,7 @@ class Job:
     def cache(self, model: Any, ranks: Ranks) -> Any:
         """An empty cache for this rank, packed from the start if there is a policy."""
         shape, policy = self.shape, self.policy
-        if self.case != "tensor parallel":
+        if self.splits_tokens:
             return kvcompile.static_cache(model, shape.batch, shape.context, policy, ranks.mesh)
         cache = transformers.StaticCache(config=model.config, max_cache_len=shape.context)
         heads = shape.num_kv_heads // ranks.size
@@ -207,17 +234,23 @@ def measure(job: Job, ranks: Ranks, args: argparse.Namespace) -> Measured:
     model = distributed(model, job.case, ranks)
     compiled = job.compile(model, ranks)
     cache = job.cache(model, ranks)
-    fill(cache, ranks)
-    ids = torch.ones(job.shape.batch, 1, dtype=torch.long, device=DEVICE)
+    if not job.reads_prompt:
+        fill(cache, ranks)
+    rewind(cache, 0 if job.reads_prompt else None)
+    q_len = job.shape.context if job.reads_prompt else 1
+    ids = torch.arange(job.shape.batch * q_len, device=DEVICE).view(-1, q_len) % args.vocab_size
 
     def step() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return compiled(input_ids=ids, **with_cache(model, cache)).logits
+        return compiled(input_ids=ids, **with_cache(model, cache), logits_to_keep=1).logits
 
     logits = step().clone()
-    for _ in range(5):  # CUDA graphs are recorded
-        step()
-    timing = time_steps(step, cache, ranks, args.repeats)
+    if job.reads_prompt:
+        timing = time_prompts(step, cache, ranks, args.repeats)
+    else:
+        for _ in range(5):  # CUDA graphs are recorded
+            step()
+        timing = time_steps(step, cache, ranks, args.repeats)
     return Measured(logits, timing, kvcompile.cache_nbytes(cache), _packed_layers(cache))
 
 
@@ -257,6 +290,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             Job("helix", args.context_shape, args.policy, mode),
             Job("tensor parallel", args.tensor_shape, None, mode),
         ]
+    result += [Job("prompt", args.prompt_shape, policy, "default") for policy in (args.policy, None)]
     return [job for job in result if job.case.split()[0] in args.cases]
 
 
@@ -265,6 +299,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     shape = argument(Shape.parse)
     parser.add_argument("--tensor-shape", type=shape, default="8,32/8,128,32768", help="default: %(default)s")
+    parser.add_argument("--prompt-shape", type=shape, default="2,32/8,128,8192", help="default: %(default)s")
     parser.add_argument("--context-shape", type=shape, default="1,32/8,128,1048576", help="default: %(default)s")
     parser.add_argument("--policy", default="int4_per_token_head", help="preset or file (default: %(default)s)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["reduce-overhead"], help="default: %(default)s")
