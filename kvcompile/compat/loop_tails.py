@@ -41,7 +41,7 @@ def _has_remainder(node: Any) -> bool:
     if not isinstance(node.node, ComputedBuffer):
         return False
     (sizes, _), body, (variables, _) = node.node.get_default_sizes_body()
-    size_of = dict(zip(variables, sizes, strict=True))
+    size_of = dict(zip(variables, sizes, strict=False))
     divisions = (own for expr in body.indexing_exprs.values() for own in sympy.sympify(expr).find(FloorDiv))
     return any(
         base in size_of and sympy.Mod(size_of[base], divisor) != 0 for base, divisor in (d.args for d in divisions)

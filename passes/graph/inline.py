@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import FunctionType
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,11 +69,51 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     Returns:
         The result of ``fn``, with nodes in place of tensors.
     """
-    # All symbols of the graph are inputs of the trace, so that it can express any size that ``fn`` uses.
     symbols = symbol_nodes(graph).values()
+    if symbols:
+        sizes = [size_node(graph, size) for size in _captured_sizes(fn)]
+        fn, args = _with_sizes_first(fn, len(sizes)), (*sizes, *args)
+    # All symbols of the graph are inputs of the trace, so that it can express the sizes that ``fn`` computes.
     nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbols]
     traced, is_copy = (_traced(graph, fn, args, nodes), False) if symbols else traced_once(graph, fn, args)
     return insert_operations(graph, traced, nodes, new_values=is_copy, known=shared_matrices(graph, traced))
+
+
+def _captured_sizes(fn: Callable[..., Any]) -> Iterator[torch.SymInt]:
+    """The symbolic sizes that ``fn``, or a function that it captures, captures."""
+    for cell in getattr(fn, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, torch.SymInt):
+            yield cell.cell_contents
+        elif isinstance(cell.cell_contents, FunctionType):
+            yield from _captured_sizes(cell.cell_contents)
+
+
+def _with_sizes_first(fn: Callable[..., Any], num_sizes: int) -> Callable[..., Any]:
+    """``fn`` as a function of its captured sizes and its arguments.
+
+    A trace finds a captured size only if it is an input of the trace, or a sum or product of inputs, unlike ``Max``.
+    """
+
+    def call(*args: Any) -> Any:
+        return _with_sizes(fn, iter(args[:num_sizes]))(*args[num_sizes:])
+
+    return call if num_sizes else fn
+
+
+def _with_sizes(fn: Callable[..., Any], sizes: Iterator[Any]) -> Callable[..., Any]:
+    """A copy of ``fn`` that captures ``sizes`` in place of :func:`_captured_sizes`."""
+    if not isinstance(fn, FunctionType) or not fn.__closure__:
+        return fn
+    captured = []
+    for value in (cell.cell_contents for cell in fn.__closure__):
+        if isinstance(value, torch.SymInt):
+            value = next(sizes)
+        elif isinstance(value, FunctionType):
+            value = _with_sizes(value, sizes)
+        captured.append(CellType(value))
+    copy = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(captured))
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
 
 
 _SHARED: WeakKeyDictionary[Graph, dict[str, Node]] = WeakKeyDictionary()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.passes.graph import inline as inlining
@@ -122,3 +123,26 @@ def test_functions_that_capture_variables_and_other_graphs_are_traced_anew(trace
             inline(graph, lambda x, factor=factor: x * factor, x)  # a default is captured, too
         inline(graph, lambda x: x + factor, x)  # noqa: B023
     assert len(traced) == 6
+
+
+def test_a_function_may_capture_any_symbolic_size() -> None:
+    def with_size(x: Tensor) -> Tensor:
+        return x * x.shape[0]
+
+    gm = make_fx(with_size, tracing_mode="symbolic")(torch.randn(5, 4))
+    x, output = next(iter(gm.graph.nodes)), gm.graph.output_node()
+    num_rows = x.meta["val"].shape[0]
+    most, twice = torch.sym_max(num_rows - 7, 0), num_rows * 2
+
+    def place(x: Tensor, *, step: int = 3) -> Tensor:
+        return x + most * step
+
+    def both(x: Tensor) -> Tensor:
+        return place(x)[0] + twice
+
+    with gm.graph.inserting_before(output):
+        output.args = (inline(gm.graph, both, x),)
+    gm.recompile()
+    for rows in (5, 9):
+        value = torch.randn(rows, 4)
+        torch.testing.assert_close(gm(value), value[0] + 3 * max(rows - 7, 0) + 2 * rows)
