@@ -21,6 +21,7 @@ from kvcompile.passes.canonical.divide_ranges import divide_ranges
 from kvcompile.passes.canonical.drop_offset_checks import drop_offset_checks
 from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
 from kvcompile.passes.canonical.drop_whole_copies import drop_whole_copies
+from kvcompile.passes.canonical.grow_whole_caches import grow_whole_caches
 from kvcompile.passes.canonical.join_equal_writes import join_equal_writes
 from kvcompile.passes.graph.names import name_inputs
 from kvcompile.passes.marker import Marker, expand_markers
@@ -237,6 +238,12 @@ PIPELINE = (
         lambda packing: join_equal_writes(packing.gm.graph),
         "The graph is functional. An output that is a new tensor in the model is a value that the graph makes.",
         "Equal writes of an input are one node, unless several of them leave the graph. Every node is used.",
+    ),
+    Pass(
+        "grow_whole_caches",
+        lambda packing: grow_whole_caches(packing.gm.graph),
+        "Equal writes of an input are one node.",
+        "A cache grows by one node, also where the model grows its parts or a view of it. Every node is used.",
     ),
     Pass(
         "split_stacks",

@@ -4,6 +4,7 @@
 lets a compiled graph assert a trace's assumption about a number that depends on the data of a call.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -34,6 +35,21 @@ def without_excluded_cases(number: Any) -> Any:
     """A SymInt with the expression of :func:`expression_of`; an int if the expression is a number."""
     expression = expression_of(number)
     return number if expression == number.node.expr else number.node.shape_env.create_symintnode(expression, hint=None)
+
+
+def binding_replaced_symbols(inputs: Sequence[Any]) -> list[Any]:
+    """``inputs`` of a graph, where a symbolic size also binds the symbol that a guard has found to be equal.
+
+    A guard on equal numbers of tokens may replace the symbol of an input size by the one of another tensor. Inductor
+    then reads the latter from that tensor's sizes. If the tensor is packed, only the input size is left.
+    """
+    bound = {x.node._expr for x in inputs if isinstance(x, torch.SymInt)}
+    result = list(inputs)
+    for place, x in enumerate(inputs):
+        if isinstance(x, torch.SymInt) and x.node.expr not in bound and isinstance(x.node.expr, sympy.Symbol):
+            bound.add(x.node.expr)
+            result[place] = x.node.shape_env.create_symintnode(x.node.expr, hint=x.node.hint)
+    return result
 
 
 def _is_false(env: Any, condition: sympy.Basic) -> bool:

@@ -24,6 +24,7 @@ from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_o
 from kvcompile.compat.graphs import copied_graph
 from kvcompile.compat.inductor import BoxedBool, can_call_subgraphs, compile_fx, compile_fx_inner, views_by_method
 from kvcompile.compat.observing import dynamo_timed
+from kvcompile.compat.symbols import binding_replaced_symbols
 from kvcompile.compat.tracing import detect_fake_mode, forget_real_tensors
 from kvcompile.compilation import plain
 from kvcompile.compilation.control_flow import check_control_flow
@@ -252,7 +253,7 @@ class GraphCompiler:
             compiled = self.generate_code(packing)
         else:
             with contextlib.nullcontext() if self.is_ahead_of_time else storing_by_key(), views_by_method():
-                compiled = compile_fx_inner(gm, rewritten.example_inputs, **kwargs)
+                compiled = compile_fx_inner(gm, binding_replaced_symbols(rewritten.example_inputs), **kwargs)
         return PackedCode(compiled, plan, self.outcome, packing.cudagraphs, self.is_ahead_of_time)
 
     def _agree(self, sites: Sequence[Site]) -> None:

@@ -27,7 +27,7 @@ from kvcompile.passes.canonical.divide_last import (
     states_to_divide,
     takes_divided,
 )
-from kvcompile.passes.graph.aten import CASTS, LIST_OPS, SAME_OPS, SIZE_OPS, Size, same_sizes, shape_of
+from kvcompile.passes.graph.aten import CASTS, LIST_OPS, SAME_OPS, SIZE_OPS, WRITE_OPS, Size, same_sizes, shape_of
 from kvcompile.passes.graph.index_map import Factor, IndexMap, follow
 from kvcompile.passes.graph.inline import behind_placeholders, fake_mode_of, inline
 from kvcompile.passes.graph.refused_inputs import note_refusal
@@ -98,9 +98,10 @@ def _range_of(channels: range, width: int) -> int | None:
 def _channels(first: Node, states: Sequence[Node]) -> range | None:
     """The channels of ``first`` that the last of ``states`` reads, if it reads only some."""
     size = shape_of(first)[-1:]
-    whole = [place for place, node in enumerate(states) if _keeps_channels(node, first)]
-    chain = states[whole[-1] + 1 :] if whole else states
-    index_map = follow(IndexMap.identity(shape_of(states[whole[-1]] if whole else first)), *chain)
+    whole, *chain = first, *states
+    while chain and _keeps_channels(chain[0], whole):
+        whole = chain.pop(0)
+    index_map = follow(IndexMap.identity(shape_of(whole)), *chain)
     if index_map is None or not size or not isinstance(size[0], int):
         return None
     last = len(index_map.base) - 1
@@ -108,8 +109,13 @@ def _channels(first: Node, states: Sequence[Node]) -> range | None:
     return bounds if bounds and len(bounds) < size[0] else None
 
 
-def _keeps_channels(node: Node, first: Node) -> bool:
-    return "val" in node.meta and isinstance(node.meta["val"], Tensor) and shape_of(node)[-1:] == shape_of(first)[-1:]
+def _keeps_channels(node: Node, before: Node) -> bool:
+    """Whether the last dimension of ``node``, a view or a write of ``before``, has all channels of ``before``."""
+    if not isinstance(node.meta.get("val"), Tensor) or shape_of(node)[-1:] != shape_of(before)[-1:]:
+        return False
+    index_map = follow(IndexMap.identity(shape_of(before)), node) if node.target not in WRITE_OPS else None
+    last = len(shape_of(before)) - 1
+    return index_map is None or [factor.axis for factor in index_map.dims[-1]] == [last]
 
 
 def _bounds(index_map: IndexMap, axis: int) -> range | None:

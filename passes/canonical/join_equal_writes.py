@@ -16,8 +16,8 @@ from collections import defaultdict
 import torch
 from torch.fx import Graph, Node
 
-from kvcompile.compat.operators import OpOverload
-from kvcompile.passes.graph.aten import SELECTIONS, VIEW_OPS, arguments, computed_alike
+from kvcompile.passes.graph.aliases import may_leave
+from kvcompile.passes.graph.aten import arguments, computed_alike
 from kvcompile.passes.graph.states import first_state
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def join_equal_writes(graph: Graph) -> None:
             continue
         alike = writes[node.target, first]
         equal = [write for write in alike if computed_alike(arguments(write), arguments(node))]
-        earlier = next((write for write in equal if not (_leaves(write) and _leaves(node))), None)
+        earlier = next((write for write in equal if not (may_leave(write) and may_leave(node))), None)
         if earlier is None:
             alike.append(node)
         else:
@@ -51,26 +51,3 @@ def join_equal_writes(graph: Graph) -> None:
             joined = True
     if joined:
         graph.eliminate_dead_code()  # the writes, and what only they used
-
-
-def _leaves(node: Node) -> bool:
-    """Whether the memory of ``node`` may be that of an output, or of the source of a copy into an input.
-
-    Later passes replace a copy over a whole tensor by its source, and packed caches share the bytes of a clone. Both
-    count as views here.
-    """
-    reached = [node]
-    for value in reached:
-        for user in value.users:
-            if user.op == "output" or user.target is aten.copy_.default:
-                return True
-            if user not in reached and _may_share_memory(user):
-                reached.append(user)
-    return False
-
-
-def _may_share_memory(node: Node) -> bool:
-    """Whether the result of ``node`` may be a view of one of its operands, now or after later passes."""
-    if not isinstance(node.target, OpOverload):
-        return True
-    return node.target.is_view or node.target in VIEW_OPS | SELECTIONS or node.target is aten.copy.default

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.operators import OpOverload
-from kvcompile.passes.graph.aten import LIST_OPS, Size, arguments, shape_of
+from kvcompile.passes.graph.aten import LIST_OPS, SELECTIONS, VIEW_OPS, Size, arguments, shape_of
 from kvcompile.passes.graph.index_map import IndexMap, follow
 
 aten = torch.ops.aten
@@ -90,3 +90,26 @@ def _range(index_map: IndexMap, axis: int) -> tuple[Size, Size]:
     """The first and the end index along an axis."""
     first = index_map.starts[axis]
     return first, first + sum(factor.step * (factor.size - 1) for factor in index_map.factors(axis)) + 1
+
+
+def may_leave(node: Node) -> bool:
+    """Whether the memory of ``node`` may be that of an output, or of the source of a copy into an input.
+
+    Later passes replace a copy over a whole tensor by its source, and packed caches share the bytes of a clone. Both
+    count as views here.
+    """
+    reached = [node]
+    for value in reached:
+        for user in value.users:
+            if user.op == "output" or user.target is aten.copy_.default:
+                return True
+            if user not in reached and _may_share_memory(user):
+                reached.append(user)
+    return False
+
+
+def _may_share_memory(node: Node) -> bool:
+    """Whether the result of ``node`` may be a view of one of its operands, now or after later passes."""
+    if not isinstance(node.target, OpOverload):
+        return True
+    return node.target.is_view or node.target in VIEW_OPS | SELECTIONS or node.target is aten.copy.default

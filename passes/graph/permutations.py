@@ -18,7 +18,7 @@ REPETITIONS = (aten.expand.default, aten.repeat.default)
 
 def permutes_dims(node: Node) -> bool:
     """Whether ``node`` permutes the dimensions of a cache."""
-    return len(_permutation(node)) in (3, 4)
+    return len(permutation(node)) in (3, 4)
 
 
 def repeats_sequence(node: Node, axes: str) -> bool:
@@ -35,13 +35,13 @@ def repeats_sequence(node: Node, axes: str) -> bool:
 
 def axes_before(node: Node, axes: str) -> str:
     """The order of the operand of ``node`` if ``node`` has the order ``axes``; the same unless ``node`` permutes it."""
-    order = _permutation(node)
+    order = permutation(node)
     return "".join(axes[order.index(dim)] for dim in range(len(order))) or axes
 
 
 def axes_after(node: Node, axes: str) -> str:
     """The order of ``node``, whose operand has the order ``axes``; the same unless ``node`` permutes it."""
-    return "".join(axes[dim] for dim in _permutation(node)) or axes
+    return "".join(axes[dim] for dim in permutation(node)) or axes
 
 
 def unpermuted(state: Node, axes: str) -> tuple[Node, str, tuple[Node, ...]]:
@@ -54,7 +54,7 @@ def unpermuted(state: Node, axes: str) -> tuple[Node, str, tuple[Node, ...]]:
     return state, axes, tuple(nodes)
 
 
-def _permutation(node: Node) -> list[int]:
+def permutation(node: Node) -> list[int]:
     """The dimension of the input for each dimension of ``node``; [] if ``node`` does not permute dimensions."""
     if node.target not in (aten.permute.default, aten.transpose.int):
         return []

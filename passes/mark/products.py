@@ -204,13 +204,16 @@ def _num_heads(contraction: Contraction) -> int | None:
 
 
 def _views_before(node: Any) -> list[Node]:
-    """The tensors from which views and scaling make ``node``, nearest first."""
+    """The tensors from which views, scaling and growth make ``node``, nearest first."""
     found: list[Node] = []
     while isinstance(node, Node):
         call = read_call(node)
-        if call is None or call.name not in (*VIEWS, *SAME_VALUE, "transpose", "permute", "mT", "mul", "div"):
+        if call is not None and call.name == "cat":
+            node = call.get("tensors")[0]
+        elif call is not None and call.name in (*VIEWS, *SAME_VALUE, "transpose", "permute", "mT", "mul", "div"):
+            node = call.get("input")
+        else:
             break
-        node = call.get("input")
         if isinstance(value_of(node), Tensor):
             found.append(node)
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fuzz.fault import Fault, Faulty, collecting, nothing
-from kvcompile.passes.canonical import drop_whole_copies, join_equal_writes
+from kvcompile.passes.canonical import drop_whole_copies, grow_whole_caches, join_equal_writes
 from kvcompile.passes.prove import find, moves, reads, settle, uses, writes
 from kvcompile.passes.stacks import analyse
 
@@ -101,7 +101,7 @@ def copies_between_inputs_are_dropped(original: Faulty) -> Faulty:
     return lambda node: SimpleNamespace(op="call_function")
 
 
-@fault(join_equal_writes, "_leaves")
+@fault(join_equal_writes, "may_leave")
 def equal_caches_of_the_caller_become_one(original: Faulty) -> Faulty:
     return lambda node: False
 
@@ -109,6 +109,20 @@ def equal_caches_of_the_caller_become_one(original: Faulty) -> Faulty:
 @fault(join_equal_writes, "computed_alike")
 def writes_of_other_vectors_count_as_equal(original: Faulty) -> Faulty:
     return lambda one, other: True
+
+
+@fault(grow_whole_caches, "may_leave")
+def parts_of_the_caller_become_views_of_the_joined_cache(original: Faulty) -> Faulty:
+    return lambda node: False
+
+
+@fault(grow_whole_caches, "_selected")
+def parts_are_joined_in_any_order(original: Faulty) -> Faulty:
+    def faulty(node: Any, dim: int, start: int, *, drops: bool) -> Any:
+        base = node.all_input_nodes[0] if node.all_input_nodes else None
+        return (base, 1) if drops and base is not None else original(node, dim, start, drops=drops)
+
+    return faulty
 
 
 @fault(find, "is_growing")

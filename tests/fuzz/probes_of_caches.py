@@ -326,6 +326,28 @@ def attention_reads_other_vectors_than_the_returned_cache(compile: Any, new: Any
     yield run(*tokens(new), kc, vc)
 
 
+@shows("parts of the caller become views of the joined cache")
+def a_part_is_returned_and_the_joined_cache_is_changed(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, past):
+        k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        return sdpa(q, k, v), torch.stack([k, v]), k
+
+    run, (kc, vc) = compile(step), caches(new)
+    out, joined, part = run(*tokens(new), torch.stack([kc, vc]))
+    joined.zero_()
+    yield out, joined, part
+
+
+@shows("parts are joined in any order")
+def keys_and_values_are_exchanged_in_every_step(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, past):
+        k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        return sdpa(q, k, v), torch.stack([v, k])
+
+    run, (kc, vc) = compile(step), caches(new)
+    yield run(*tokens(new), torch.stack([kc, vc]))
+
+
 @shows("parts of a stack may become views of inputs")
 def parts_of_a_stack_are_copies_of_inputs_that_change(compile: Any, new: Any) -> Iterator[Any]:
     def step(q, k, v, a, b, kc, vc, kv, pos):

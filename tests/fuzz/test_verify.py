@@ -53,6 +53,7 @@ def test_a_fault_is_refused_and_the_answer_is_right(title: str, program: Program
 UNSEEN = (
     "the alias check of outputs is dropped",
     "equal caches of the caller become one",
+    "parts of the caller become views of the joined cache",
     "caches with aliases are adopted",
     "packed inputs may share memory",
     "new tokens keep their own dtype",
