@@ -29,7 +29,7 @@ from torch import Tensor
 import kvcompile
 from kvcompile.caches.requests import room_for
 from kvcompile.report.data import modules_by_reason
-from kvcompile.report.report import UNUSED, Report
+from kvcompile.report.report import NO_ATTENTION, UNUSED, Report
 
 PROMPT_TOKENS = 20
 """The windows of the small models have 16 tokens."""
@@ -139,7 +139,7 @@ def _num_different(tokens: Tensor, expected: Tensor) -> int:
 def _reasons(report: Report) -> list[str]:
     """Refusals and notes. The note of a report on nothing gives no reason, but may go on with graph breaks."""
     refused = [site for site in report.sites if site.reason_code not in (None, "no_cache")]
-    notes = [note.removeprefix(UNUSED).removeprefix("; ") for note in report.notes]
+    notes = [note.removeprefix(UNUSED).removeprefix(NO_ATTENTION).removeprefix("; ") for note in report.notes]
     return [*modules_by_reason(refused), *filter(None, notes)]
 
 

@@ -10,8 +10,14 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from kvcompile.caches.static import attention_modules, static_cache
-from kvcompile.compat.transformers import take_window
+from kvcompile.caches.static import (
+    attention_modules,
+    autocast_dtype,
+    full_layer_classes,
+    is_full,
+    static_cache,
+)
+from kvcompile.compat.transformers import prepare_inputs, take_window
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, num_blocks
 from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
@@ -40,17 +46,19 @@ class RequestCaches:
         The cache can be cropped, and its beams can be reordered in place.
 
         Raises:
-            PolicyError, KVCompileError: see :func:`kvcompile.static_cache`.
+            PolicyError, KVCompileError: see :func:`kvcompile.static_cache`; or the model does not prepare its inputs
+                for such a cache.
         """
         num_tokens = room_for(num_tokens)
         with self._lock:
             kept, self._kept = self._kept, None
-        if kept is not None and self._serves(kept, batch_size, num_tokens):
+        if kept is not None and self._serves(kept, batch_size, num_tokens) and _can_change(kept):
             _clear(kept)
             return kept
         kept = None  # free the old cache before the new cache is allocated
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
             cache: Any = static_cache(self._model, batch_size, num_tokens, self._policy)
+        _check_preparation(self._model, cache, batch_size)
         cache.__class__ = _request_cache_class()
         cache.made_for = self._made_for(batch_size, num_tokens)
         return cache
@@ -75,7 +83,7 @@ class RequestCaches:
         return [
             layer
             for index, layer in enumerate(cache.layers)
-            if isinstance(layer, _static_layer_class())
+            if isinstance(layer, full_layer_classes())
             and not _is_packed(layer)
             and self._policy.formats_for(modules.get(index, ""), index, len(cache.layers)) is not None
         ]
@@ -85,22 +93,57 @@ class RequestCaches:
         with self._lock:
             self._kept = cache
 
-    def _made_for(self, batch_size: int, num_tokens: int) -> MadeFor:
+    def state(self) -> ModelState:
+        """The present state of the model, as far as its caches depend on it."""
         parameter = next(self._model.parameters())
-        return MadeFor(batch_size, parameter.device, parameter.dtype, num_tokens)
+        return ModelState(parameter.device, parameter.dtype, autocast_dtype(parameter.device))
+
+    def _made_for(self, batch_size: int, num_tokens: int) -> MadeFor:
+        return MadeFor(batch_size, self.state(), num_tokens)
 
     def _serves(self, cache: Any, batch_size: int, num_tokens: int) -> bool:
         made, wanted = cache.made_for, self._made_for(batch_size, num_tokens)
         return bool(made[:-1] == wanted[:-1] and made.num_tokens >= wanted.num_tokens)
 
 
-class MadeFor(NamedTuple):
-    """The requests that a cache serves: of this batch size, device and dtype, with up to ``num_tokens`` tokens."""
+class ModelState(NamedTuple):
+    """What the dtypes and the device of a model's caches depend on. ``autocast`` is None if it is off."""
 
-    batch_size: int
     device: torch.device
     dtype: torch.dtype
+    autocast: torch.dtype | None
+
+
+class MadeFor(NamedTuple):
+    """The requests that a cache serves: of this batch size, in this state, with up to ``num_tokens`` tokens."""
+
+    batch_size: int
+    state: ModelState
     num_tokens: int
+
+
+def _check_preparation(model: Any, cache: Any, batch_size: int) -> None:
+    """Raise KVCompileError if ``generate()`` cannot prepare inputs for ``cache``, but can for a dynamic cache."""
+    from transformers import DynamicCache
+
+    error = _error_of_preparation(model, cache, batch_size)
+    if error is None or _error_of_preparation(model, DynamicCache(config=model.config), batch_size) is not None:
+        return
+    raise KVCompileError(
+        f"Transformers does not prepare the inputs of {type(model).__name__} for a static cache ({error}); update "
+        "Transformers, or pass a transformers.DynamicCache as its cache, which compiled steps pack"
+    )
+
+
+def _error_of_preparation(model: Any, cache: Any, batch_size: int) -> str | None:
+    """The first line of the error with which a model fails to prepare the inputs of a step; None if it does not."""
+    ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
+    try:
+        with torch.no_grad():
+            prepare_inputs(model, ids, cache, attention_mask=torch.ones_like(ids), use_cache=True)
+    except Exception as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
 
 
 def room_for(num_tokens: int, room: int = 0) -> int:
@@ -117,13 +160,28 @@ def hand_out(cache: Any) -> None:
 
 
 def packed_layers(cache: Cache) -> list[Any]:
-    """The layers of a static cache that have no sliding window and whose keys and values are packed."""
+    """The layers of a static cache that have room for all tokens and whose keys and values are packed."""
     return [layer for layer in getattr(cache, "layers", ()) if _is_packed(layer)]
 
 
 def can_crop(cache: Cache) -> bool:
     """Whether a static cache can drop its last tokens. Sliding windows and states cannot restore earlier tokens."""
-    return all(_is_static(layer) for layer in cache.layers)
+    return not _kinds_without_crop(cache)
+
+
+def why_no_crop(cache: Cache) -> str:
+    """Why a static cache cannot drop its last tokens, with the remedy."""
+    kinds = " and ".join(_kinds_without_crop(cache))
+    return (
+        f"assisted decoding drops wrong guesses, and layers of the kind {kinds} cannot drop tokens; without "
+        "assistant_model and prompt_lookup_num_tokens its cache is packed"
+    )
+
+
+def _kinds_without_crop(cache: Cache) -> list[str]:
+    """The kinds of layers that cannot drop tokens."""
+    layers: Any = cache.layers
+    return list(dict.fromkeys(type(layer).__name__ for layer in layers if type(layer) is not full_layer_classes()[0]))
 
 
 def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_top: bool) -> None:
@@ -154,7 +212,7 @@ def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_
             "was cut to this room cannot be extended any more; make a longer cache with kvcompile.static_cache"
         )
     layer: Any
-    for layer in filter(_is_static, cache.layers):
+    for layer in filter(is_full, cache.layers):
         _extend(layer, longer)
         layer.max_cache_len = longer
     for layer, wider in cut:
@@ -181,7 +239,7 @@ def _with_wider_windows(cache: Cache, config: PreTrainedConfig, num_tokens: int)
     longer = StaticCache(config=config, max_cache_len=num_tokens).layers
     places = longer if len(longer) == len(cache.layers) else [None] * len(cache.layers)
     pairs = zip(cache.layers, places, strict=True)
-    return [(layer, wider) for layer, wider in pairs if not _is_static(layer) and hasattr(layer, "max_cache_len")]
+    return [(layer, wider) for layer, wider in pairs if not is_full(layer) and hasattr(layer, "max_cache_len")]
 
 
 def _can_widen(layer: Any, wider: Any) -> bool:
@@ -210,6 +268,15 @@ def _extended(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return plain
 
 
+def _can_change(cache: StaticCache) -> bool:
+    """Whether tensors of a cache can be changed here. Those that its request made in inference mode cannot outside."""
+    if torch.is_inference_mode_enabled():
+        return True
+    values = [value for layer in cache.layers for value in vars(layer).values()]
+    values += [state for value in values if isinstance(value, dict) for state in value.values()]
+    return not any(isinstance(value, torch.Tensor) and value.is_inference() for value in values)
+
+
 def _clear(cache: StaticCache) -> None:
     """Reset a cache to its initial state."""
     layer: Any
@@ -220,16 +287,19 @@ def _clear(cache: StaticCache) -> None:
         layer.keys.packed.zero_()
         layer.values.packed.zero_()
         layer.cumulative_length.zero_()
+        if _has_states(layer):
+            _states_class().reset(layer)
 
 
-def _is_static(layer: Any) -> bool:
-    return type(layer) is _static_layer_class()
+def _has_states(layer: Any) -> bool:
+    """Whether a packed layer also has states of linear attention."""
+    return type(layer) is not full_layer_classes()[0]
 
 
-def _static_layer_class() -> type:
-    from transformers.cache_utils import StaticLayer
+def _states_class() -> Any:
+    from transformers.cache_utils import LinearAttentionLayer
 
-    return StaticLayer
+    return LinearAttentionLayer
 
 
 def _is_window(layer: Any) -> bool:
@@ -239,7 +309,7 @@ def _is_window(layer: Any) -> bool:
 
 
 def _is_packed(layer: Any) -> bool:
-    return _is_static(layer) and isinstance(layer.keys, PackedTensor)
+    return is_full(layer) and isinstance(layer.keys, PackedTensor)
 
 
 @functools.cache
@@ -267,5 +337,7 @@ def _request_cache_class() -> type:
                 for tensor in (layer.keys, layer.values):
                     reordered = tensor.packed.index_select(PACKED_DIM["b"], beam_idx.to(tensor.device))
                     tensor.packed.copy_(reordered)
+                if _has_states(layer):
+                    _states_class().reorder_cache(layer, beam_idx)
 
     return RequestCache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,9 @@ WHY_NOT_FLEX = (
 )
 """Why a model that attends by ``flex_attention`` gets no packed cache."""
 
+WHY_NOT_TRAINING = "its dropout is active, as in training; call model.eval()"
+"""Why the requests of a model with active dropout get no packed cache."""
+
 _TENSORS: tuple[tuple[str, Role], ...] = (("keys", "key"), ("values", "value"))
 
 
@@ -71,7 +76,7 @@ def static_cache(
     Raises:
         PolicyError: the policy is invalid, or one of its formats cannot hold the keys or values of a layer.
         KVCompileError: the model does not run with a static cache, computes other logits with it, or attends by
-            ``flex_attention``; or a number is not positive.
+            ``flex_attention``; or autocast gives its keys and values different dtypes; or a number is not positive.
     """
     from transformers import StaticCache
 
@@ -93,7 +98,7 @@ def static_cache(
     layers: list[tuple[Any, Any]] = list(zip(cache.layers, filled.layers, strict=True))
     for index, (layer, filled_layer) in enumerate(layers):
         formats = policy.formats_for(modules.get(index, ""), index, len(layers))
-        if formats is not None and _is_plain_static(layer) and filled_layer.is_initialized:
+        if formats is not None and is_full(layer) and filled_layer.is_initialized:
             _pack(layer, filled_layer, formats, shard, f"layer {index}")
     return cache
 
@@ -108,20 +113,47 @@ def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int) -> Sta
 
     ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
     try:
-        cache = StaticCache(config=config, max_cache_len=max_len)
+        cache = _with_one_dtype(StaticCache(config=config, max_cache_len=max_len), model)
         with _keeping_states(model), fake_errors_unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
             _run_eagerly(model, ids, cache)
         needs_values = False
+    except KVCompileError:
+        raise
     except Exception as error:
         try:
-            cache, needs_values = StaticCache(config=config, max_cache_len=1), True
+            cache, needs_values = _with_one_dtype(StaticCache(config=config, max_cache_len=1), model), True
             with _keeping_states(model):
                 _run_eagerly(model, ids, cache)
+        except KVCompileError:
+            raise
         except Exception:
             raise _does_not_run(model, error) from error
     if needs_values or not promises_static_caches(model):
         _check_outputs(model, config, max_len)
     return cache
+
+
+def _with_one_dtype(cache: StaticCache, model: nn.Module) -> StaticCache:
+    """``cache``, whose layers raise KVCompileError if their keys and values differ in dtype.
+
+    A static layer has one dtype for both. Operators on tensors without memory do not check this.
+    """
+    layer: Any
+    for layer in cache.layers:
+        if isinstance(layer, full_layer_classes()):
+            layer.update = partial(_update_with_one_dtype, layer, type(model).__name__)
+    return cache
+
+
+def _update_with_one_dtype(
+    layer: Any, model: str, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if keys.dtype != values.dtype:
+        raise KVCompileError(
+            f"static_cache: {model} computes keys in {keys.dtype} and values in {values.dtype}, and a static layer has "
+            "one dtype for both; call the model outside of torch.autocast, for example after model.to(torch.bfloat16)"
+        )
+    return type(layer).update(layer, keys, values, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -155,10 +187,15 @@ def _check_outputs(model: nn.Module, config: Any, max_len: int) -> None:
 
     Raises:
         KVCompileError: they differ, for example because the model attends to all tokens that its cache has room for; or
-            the model does not run with a static cache.
+            the model does not run with a static cache; or active dropout makes its logits random.
     """
     from transformers import DynamicCache, StaticCache
 
+    if has_active_dropout(model):
+        raise KVCompileError(
+            f"static_cache: logits of {type(model).__name__} are compared with a static and a dynamic cache, and "
+            f"{WHY_NOT_TRAINING} before you make the cache"
+        )
     caches = StaticCache(config=config, max_cache_len=min(max_len, 1024)), DynamicCache(config=config)
     try:
         static, dynamic = (_logits(model, cache) for cache in caches)
@@ -187,14 +224,49 @@ def _run_eagerly(model: nn.Module, ids: torch.Tensor, cache: Cache, **kwargs: An
     # Compiled code would compile for this call, or run kernels on tensors without memory.
     model = original_module(model)
     eagerly = running_eagerly() if has_compiled_parts(model) else contextlib.nullcontext()  # it affects all threads
-    with torch.no_grad(), eagerly:
+    with torch.no_grad(), eagerly, _without_cached_casts():
         return uncompiled_call(model)(input_ids=ids, use_cache=True, **with_cache(model, cache), **kwargs)
 
 
-def _is_plain_static(layer: Any) -> bool:
-    from transformers.cache_utils import StaticLayer
+@contextlib.contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Autocast casts weights anew, and keeps none: weights without memory would stay in its cache."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
 
-    return type(layer) is StaticLayer
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype to which autocast casts on this device in this thread; None if autocast is off."""
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else None
+
+
+def has_active_dropout(model: nn.Module) -> bool:
+    """Whether a module drops random elements: its name or the name of its probability contains ``dropout``."""
+    return any(
+        isinstance(value, float) and value > 0 and "dropout" in f"{type(module).__name__}.{name}".lower()
+        for module in model.modules()
+        if module.training
+        for name, value in vars(module).items()
+    )
+
+
+def is_full(layer: Any) -> bool:
+    """Whether a static layer has room for all tokens: it has no window. It may have states beside keys and values."""
+    return type(layer) in full_layer_classes()
+
+
+@functools.cache
+def full_layer_classes() -> tuple[Any, ...]:
+    """The classes of Transformers for :func:`is_full`. The first one has keys and values alone."""
+    from transformers import cache_utils
+
+    both = getattr(cache_utils, "LinearAttentionAndStaticFullAttentionLayer", None)
+    return cache_utils.StaticLayer, *(() if both is None else (both,))
 
 
 def attention_modules(model: nn.Module) -> dict[int, str]:

@@ -48,10 +48,22 @@ def attends_by_flex(config: Any) -> bool:
     return any(getattr(each, "_attn_implementation", "") == "flex_attention" for each in configs)
 
 
+def _generation_mixin(model: Any) -> Any:
+    return next(cls for cls in type(model).__mro__ if cls.__name__ == "GenerationMixin")
+
+
 def cache_argument_of_generate(model: Any) -> str:
     """The name under which ``generate()`` of this model passes the cache on."""
-    mixin: Any = next(cls for cls in type(model).__mro__ if cls.__name__ == "GenerationMixin")
-    return cache_argument(mixin.prepare_inputs_for_generation)
+    return cache_argument(_generation_mixin(model).prepare_inputs_for_generation)
+
+
+def prepare_inputs(model: Any, ids: Any, cache: Any, **inputs: Any) -> Any:
+    """The inputs that ``generate()`` prepares for a call of ``model`` with ``cache``.
+
+    It leaves out what the model does itself, because a model may decode with another one to prepare its inputs.
+    """
+    inputs[cache_argument_of_generate(model)] = cache
+    return _generation_mixin(model).prepare_inputs_for_generation(model, ids, **inputs)
 
 
 def makes_dynamic_caches(model: Any) -> bool:

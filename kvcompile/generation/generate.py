@@ -14,7 +14,7 @@ calls:
   eagerly.
 
 Some requests run without packed caches: requests without a cache, requests with a cache that Transformers offloads or
-quantizes, requests of an assistant model, and requests to a model whose state is not a KV cache.
+quantizes, requests of an assistant model, and requests to a model whose state is not a KV cache. The report says why.
 """
 
 from __future__ import annotations
@@ -33,8 +33,16 @@ from kvcompile.backend import ConfiguredBackend
 from kvcompile.caches.pages import has_packed_pages
 from kvcompile.caches.prompt import updating_layers
 from kvcompile.caches.prompt_kernels import precompile_prompt
-from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_layers
-from kvcompile.caches.static import WHY_NOT_FLEX, attention_modules
+from kvcompile.caches.requests import (
+    ModelState,
+    RequestCaches,
+    can_crop,
+    hand_out,
+    make_room,
+    packed_layers,
+    why_no_crop,
+)
+from kvcompile.caches.static import WHY_NOT_FLEX, WHY_NOT_TRAINING, attention_modules, has_active_dropout
 from kvcompile.call.key_outliers import examine
 from kvcompile.compat.modules import COMPILED_CALL, uncompiled_call
 from kvcompile.compat.transformers import (
@@ -72,6 +80,15 @@ _ASSISTED = "assisted_generation"
 _SERVED_MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
 _SERVED_CACHES = (None, "dynamic", "static")
 
+_CACHE_OF_THE_MODEL = (
+    "Transformers lets the model make its cache itself; call kvcompile.uncompile(model), and then "
+    "model.compile(backend=kvcompile.kvquant(policy=...)), which packs the keys and values in this cache if it has any"
+)
+_BY_THE_CALLER = "custom_generate runs the caller's code, which may keep the cache"
+_PACKS_NOTHING = "it has no layer of keys and values for which the policy has a format"
+_NO_COMPILED_STEP = "only compiled steps pack its cache, and this request compiled none"
+"""Some reasons why a request runs without a packed cache."""
+
 
 @dataclass
 class Request:
@@ -80,21 +97,28 @@ class Request:
     Attributes:
         is_custom: whether the caller's own decoding function runs, which may keep the cache.
         served: the packed cache that the request got; None if it got none.
-        decodes_with: the cache whose decode steps are compiled: ``served``, or the caller's cache.
+        cache: the cache of the request, if the model did not leave it to Transformers: ``served``, or the caller's
+            cache.
+        decodes_with: the cache whose decode steps are compiled: ``cache``, or None.
         keeps_outputs: whether outputs of all steps, such as hidden states, are returned. CUDA graphs would overwrite
             them.
         records: whether decode steps may be CUDA graphs. Only one request at a time may record, because a step of
             another thread would overwrite its outputs.
         has_prepared: whether the model has prepared a cache. If it has, it decodes itself, rather than a model that it
             contains.
+        has_compiled_step: whether a decode step has run compiled.
+        plain_because: why the request gets no packed cache; None if it gets one, or if the caller passes a cache.
     """
 
     is_custom: bool = False
     served: Any = None
+    cache: Any = None
     decodes_with: Any = None
     keeps_outputs: bool = False
     records: bool = False
     has_prepared: bool = False
+    has_compiled_step: bool = False
+    plain_because: str | None = None
 
     def is_decode_step(self, ids: Any, cache: Any) -> bool:
         """Whether a call with token ids ``ids`` adds one token to each sequence in the cache of this request."""
@@ -120,7 +144,8 @@ class Generation:
         self._model = model
         self._outer = outer
         self._cache_argument = cache_argument_of_generate(model)
-        self._caches: RequestCaches | None = RequestCaches(model, backend.options.policy)
+        self._caches = RequestCaches(model, backend.options.policy)
+        self._refused: dict[ModelState, str] = {}
         self._options = backend.options
         self._of_thread = threading.local()
         self._recording = threading.Lock()
@@ -157,7 +182,9 @@ class Generation:
         if around is not None and around.has_prepared:
             return self._original("generate")(*args, **kwargs)
         with self._requested(Request(is_custom=kwargs.get("custom_generate") is not None)) as request:
+            request.plain_because = _BY_THE_CALLER if request.is_custom else None
             result = self._original("generate")(*args, **renamed_cache(kwargs, self._cache_argument))
+            self._count(request)
             returned: Any = getattr(result, self._cache_argument, None)
             if returned is not None and returned is request.served:
                 hand_out(returned)
@@ -175,20 +202,21 @@ class Generation:
                 "generate: compile_config is given, and kvcompile.compile has compiled this model already; drop "
                 "compile_config, or call kvcompile.uncompile(model) first"
             )
-        if request is not None and cache is None and self._can_serve(request, config, mode.value):
+        if request is not None and cache is None:
+            request.plain_because = self._why_unchanged(request, config, mode.value)
+        if request is not None and cache is None and request.plain_because is None:
             num_sequences = batch_size * max(config.num_beams, config.num_return_sequences)
-            cache = self._taken(num_sequences, max(max_cache_length, config.max_cache_len or 0), mode.value)
+            num_tokens = max(max_cache_length, config.max_cache_len or 0)
+            cache = self._taken(request, num_sequences, num_tokens, mode.value)
             if cache is not None:
                 model_kwargs[self._cache_argument] = request.served = cache
-                if config.disable_compile or config.max_new_tokens == 1:
-                    report.served_eagerly()
         if request is None or request.served is None:
             self._original(PREPARE_CACHE)(config, model_kwargs, mode, batch_size, max_cache_length)
             if cache is not None:
                 is_on_top = not _repeats_the_past(config, model_kwargs)
                 make_room(cache, self._model.config, max_cache_length, is_on_top=is_on_top)
         if request is not None:
-            request.decodes_with = None if config.disable_compile else cache
+            request.cache, request.decodes_with = cache, None if config.disable_compile else cache
             request.keeps_outputs = bool(config.output_hidden_states or config.output_attentions)
 
     def compiles_for_itself(self, *args: Any, **kwargs: Any) -> bool:
@@ -212,6 +240,8 @@ class Generation:
             self._before_first_prompt(request.served, kwargs.get("input_ids"))
             with updating_layers(packed_layers(cache_of_call), exact=self._is_exact, look=look):
                 return uncompiled_call(self._model)(*args, **kwargs)
+        if request is not None:
+            request.has_compiled_step = True
         if request is not None and request.records and not request.keeps_outputs:
             records = kwargs["input_ids"].is_cuda and cache_of_call.is_compileable
         with _COMPILED_CODE, nullcontext() if request is None else no_launch_hint():
@@ -237,7 +267,7 @@ class Generation:
             self._of_thread.request = outer
             if request.records:
                 self._recording.release()
-            if request.served is not None and self._caches is not None:
+            if request.served is not None:
                 self._caches.give_back(request.served)
 
     @property
@@ -249,49 +279,73 @@ class Generation:
         """The method ``name`` of the model, before it was replaced."""
         return self._before[name] or MethodType(getattr(type(self._model), name), self._model)
 
-    def _can_serve(self, request: Request, config: Any, mode: str) -> bool:
-        """Whether Transformers would make a KV cache for a request, and keep it on its device."""
-        return (
-            mode in _SERVED_MODES
-            and not request.is_custom
-            and config.use_cache is not False
-            and not config.is_assistant  # an assistant passes the same cache to a series of growing requests
-            and config.cache_implementation in _SERVED_CACHES
-            and "mamba" not in type(self._model).__name__.lower()
-        )
+    def _why_unchanged(self, request: Request, config: Any, mode: str) -> str | None:
+        """Why a request is left to Transformers, as documented; None if kvcompile tries to serve it."""
+        if request.is_custom:
+            return _BY_THE_CALLER
+        if config.use_cache is False:
+            return "use_cache is False"
+        if config.is_assistant:  # it passes the same cache to a series of growing requests
+            return "it assists another model"
+        if config.cache_implementation not in _SERVED_CACHES:
+            return f"cache_implementation is {config.cache_implementation!r}; leave it out"
+        if mode not in _SERVED_MODES:
+            return f"kvcompile does not serve the mode {mode}"
+        if "mamba" in type(self._model).__name__.lower():
+            return "it is a state-space model, whose cache has no keys and values"
+        return None
 
-    def _taken(self, num_sequences: int, num_tokens: int, mode: str) -> Any:
+    def _taken(self, request: Request, num_sequences: int, num_tokens: int, mode: str) -> Any:
         """An empty packed cache for a request, or None if the model or the mode does not allow it."""
-        caches = self._caches
-        if caches is None:
-            return None
-        if attends_by_flex(self._model.config):
-            return self._explain(WHY_NOT_FLEX)  # a later request may attend otherwise
+        state = self._caches.state()
+        cache: Any = None
+        reason = self._refused.get(state)
+        if reason is None and attends_by_flex(self._model.config):
+            reason = WHY_NOT_FLEX  # a later request may attend otherwise
+        if reason is None and has_active_dropout(self._model):
+            reason = WHY_NOT_TRAINING  # a later request may run without dropout
+        if reason is None:
+            cache, reason = self._taken_or_refused(num_sequences, num_tokens)
+            if reason is not None:
+                self._refused[state] = reason
+        if cache is not None and mode == _ASSISTED and not can_crop(cache):
+            cache, reason = None, why_no_crop(cache)
+        if reason is not None:
+            self._explain(request, reason)
+        return cache
+
+    def _taken_or_refused(self, num_sequences: int, num_tokens: int) -> tuple[Any, str | None]:
+        """An empty packed cache and None; or None and why no request to the model in its present state gets one."""
         if not makes_dynamic_caches(self._model):
-            return self._stop_serving("Transformers makes no cache with layers of keys and values for it")
+            return None, _CACHE_OF_THE_MODEL
         try:
-            cache = caches.take(num_sequences, num_tokens)
+            cache = self._caches.take(num_sequences, num_tokens)
         except PolicyError:
             raise
         except KVCompileError as error:
-            return self._stop_serving(str(error))
-        if not caches.has_packed_layers(cache):
-            return self._stop_serving(caches.why_not_packed(cache))
-        if mode != _ASSISTED or can_crop(cache):
-            return cache
-        return None
+            return None, str(error)
+        if not self._caches.has_packed_layers(cache):
+            return None, self._caches.why_not_packed(cache) or _PACKS_NOTHING
+        return cache, None
 
-    def _stop_serving(self, reason: str | None) -> None:
-        """Leave the caches of this and later requests to Transformers. The report says why if there is a ``reason``."""
-        self._caches = None
-        if reason is not None:
-            self._explain(reason)
-
-    def _explain(self, reason: str) -> None:
-        """Say once why requests get no packed cache, in a log and in the report."""
-        if reason not in self._explained:
+    def _explain(self, request: Request, reason: str) -> None:
+        """Say in the report why a request gets no packed cache, and once in a log. A policy may leave caches plain."""
+        request.plain_because = reason
+        if reason != _PACKS_NOTHING:
+            report.note(self._sentence(reason), logs=reason not in self._explained)
             self._explained.add(reason)
-            report.note(f"generate() of this {type(self._model).__name__} runs without a packed cache: {reason}")
+
+    def _sentence(self, reason: str) -> str:
+        return f"generate() of this {type(self._model).__name__} runs without a packed cache: {reason}"
+
+    def _count(self, request: Request) -> None:
+        """Count a finished request in the reports. A model that contains the one that decodes has no request itself."""
+        if request.has_compiled_step:
+            report.served_by_steps()
+        elif packed_layers(request.cache):
+            report.served_eagerly()
+        elif request.has_prepared or request.is_custom:
+            report.served_plainly(self._sentence(request.plain_because or _NO_COMPILED_STEP))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

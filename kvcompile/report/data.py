@@ -209,13 +209,18 @@ class ReportData:
         remarks: events of the run, one line each, e.g. that keys have outlier channels.
         runs: the calls of every graph with packed caches, by ``id`` of the graph. Graphs that were compiled before the
             report was opened are included.
-        eager_requests: the requests of ``generate()`` that got a packed cache and compile no decode step.
+        eager_requests: the requests of ``generate()`` that ran on a packed cache without a compiled step.
+        stepwise_requests: the requests of ``generate()`` that ran compiled decode steps.
+        plain_requests: the other requests of ``generate()`` of a compiled model, by the reason why they got no packed
+            cache.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     runs: dict[int, Runs] = field(default_factory=dict, compare=False)
     eager_requests: int = 0
+    stepwise_requests: int = field(default=0, compare=False)
+    plain_requests: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
     def notes(self) -> list[str]:

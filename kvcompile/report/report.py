@@ -44,13 +44,20 @@ class Report(ReportData):
         return render(self)
 
 
-UNUSED = (
+NO_ATTENTION = (
     "kvquant compiled no attention here, and nothing ran on packed caches; call the compiled model under no_grad, "
-    "without graph breaks within attention (TORCH_LOGS=graph_breaks shows them); and with generate() of Transformers "
-    "compile the model itself, model.compile(backend='kvquant'): a compile_config applies only on accelerators and to "
-    "static caches, not to beam search, and to assisted decoding only since Transformers 5.24"
+    "without graph breaks within attention (TORCH_LOGS=graph_breaks shows them)"
 )
-"""The note of a report on a block in which nothing was packed. Graph breaks follow it."""
+"""The note of a report on a block in which ``kvcompile.compile`` ran steps, but nothing was packed. Graph breaks follow
+it."""
+
+UNUSED = (
+    f"{NO_ATTENTION}; and with generate() of Transformers compile the model itself, model.compile(backend='kvquant'): "
+    "a compile_config applies only on accelerators and to static caches, not to beam search, and to assisted decoding "
+    "only since Transformers 5.24"
+)
+"""The note of a report on a block in which nothing was packed and no prepared ``generate()`` ran. Graph breaks follow
+it."""
 
 _BREAKS = 3
 """The maximum number of graph breaks in a note."""
@@ -81,21 +88,44 @@ def record(
     return graph
 
 
-def note(text: str) -> None:
-    """Count, log as a warning, and store an event of a compiled graph's run. Any thread may call this."""
+def note(text: str, *, logs: bool = True) -> None:
+    """Store an event of a compiled graph's run, and count and log it as a warning. Any thread may call this.
+
+    Args:
+        text: the event.
+        logs: whether to count and log it. False for an event that was logged before.
+    """
     with _lock:
         for report in (_last, *_collecting):
             if text not in report.remarks:
                 report.remarks.append(text)
-        counters["kvquant"]["notes"] += 1
-    log.warning("%s", text)
+        counters["kvquant"]["notes"] += int(logs)
+    if logs:
+        log.warning("%s", text)
 
 
 def served_eagerly() -> None:
-    """Count a request of ``generate()`` that got a packed cache and compiles no decode step, in any thread."""
+    """Count a request of ``generate()`` that ran on a packed cache without a compiled step, in any thread."""
     with _lock:
         for report in (_last, *_collecting):
             report.eager_requests += 1
+
+
+def served_by_steps() -> None:
+    """Count a request of ``generate()`` that ran compiled decode steps, in any thread."""
+    with _lock:
+        for report in (_last, *_collecting):
+            report.stepwise_requests += 1
+
+
+def served_plainly(reason: str) -> None:
+    """Store why a request of ``generate()`` ran without a packed cache, in any thread.
+
+    A report on a block in which nothing was packed ends with these reasons.
+    """
+    with _lock:
+        for report in (_last, *_collecting):
+            report.plain_requests[reason] += 1
 
 
 def ran(graph: GraphReport, plain_because: str | None = None) -> None:
@@ -126,7 +156,7 @@ def collect_reports() -> Iterator[Report]:
     """Collect the reports of all graphs that any thread compiles inside the ``with`` block.
 
     If the block compiles no graph and calls no earlier graph with packed caches, the report ends with a note that says
-    so: in some modes ``generate()`` of Transformers skips compiled code without a warning.
+    so, or why: in some modes ``generate()`` of Transformers skips compiled code without a warning.
 
     >>> with kvcompile.collect_reports() as report:
     ...     model.generate(...)
@@ -138,12 +168,21 @@ def collect_reports() -> Iterator[Report]:
     try:
         yield report
         if not (report.graphs or report.calls or report.eager_requests):
-            breaks = ", ".join(str(place) for place in breaks_since(known_breaks)[:_BREAKS])
-            report.remarks.append(f"{UNUSED}; graphs broke at {breaks}" if breaks else UNUSED)
-            log.warning("%s", report.remarks[-1])
+            for text in _why_unused(report, known_breaks):
+                report.remarks.append(text)
+                log.warning("%s", text)
     finally:
         with _lock:
             _collecting[:] = [other for other in _collecting if other is not report]
+
+
+def _why_unused(report: Report, known_breaks: int) -> list[str]:
+    """Why nothing was packed: the reasons of requests, as far as no remark says them; else what may be the cause."""
+    if report.plain_requests and not report.stepwise_requests:
+        return [reason for reason in report.plain_requests if reason not in report.remarks]
+    text = NO_ATTENTION if report.stepwise_requests else UNUSED
+    breaks = ", ".join(str(place) for place in breaks_since(known_breaks)[:_BREAKS])
+    return [f"{text}; graphs broke at {breaks}" if breaks else text]
 
 
 def _count(graph: GraphReport) -> None:

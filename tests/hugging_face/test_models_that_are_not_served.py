@@ -10,9 +10,11 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile import KVCompileError, collect_reports
+from kvcompile.generation.generate import Generation
 
 transformers = pytest.importorskip("transformers")
 from sweep_library import architecture_of  # noqa: E402
+from tiny_llama import attention_llama  # noqa: E402
 
 LOSSLESS = "float32"
 
@@ -23,9 +25,23 @@ def small(model_type: str, attention: str = "sdpa") -> Any:
     return architecture_of(model_type).build(model_type, attention)
 
 
-def generated(model: Any) -> Tensor:
-    ids = torch.randint(3, 97, (2, 6), generator=torch.Generator().manual_seed(1))
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+def windowed(model_type: str) -> Any:
+    """A model of one sequence at a time, whose layers cannot drop tokens."""
+    window = {"sliding_window": 16} if model_type == "mistral" else {}
+    model = small(model_type)
+    return type(model)(type(model.config)(**{**model.config.to_dict(), **window})).eval()
+
+
+def generated(model: Any, **arguments: Any) -> Tensor:
+    num_sequences = 1 if arguments else 2  # assisted decoding takes one
+    ids = torch.randint(3, 97, (num_sequences, 6), generator=torch.Generator().manual_seed(1))
+    common = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    return model.generate(ids, **common, **arguments)
+
+
+def keeps_a_cache(model: Any) -> bool:
+    """Whether the next request of a compiled model may use a cache again."""
+    return Generation.of(model)._caches._kept is not None
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +52,7 @@ def _node_by_node(without_code_generation: None) -> None:
 @pytest.mark.parametrize(
     ("model_type", "attention", "reason"),
     [
-        ("falcon_h1", "sdpa", "layers of the kind LinearAttentionAndStaticFullAttentionLayer are not packed before"),
-        ("xlnet", "eager", "Transformers makes no cache with layers of keys and values for it"),
+        ("minimax", "sdpa", "Transformers lets the model make its cache itself; call kvcompile.uncompile(model), and "),
         ("deepseek_v4", "eager", "static_cache: DeepseekV4ForCausalLM does not run on one token with a static cache"),
     ],
 )
@@ -49,25 +64,90 @@ def test_the_report_says_why_nothing_is_packed(model_type: str, attention: str, 
         for _ in range(2):
             assert torch.equal(generated(model), expected)
     line = f"generate() of this {type(model).__name__} runs without a packed cache: {reason}"
-    assert [note.startswith(line) for note in report.notes] == [True, False]  # the other one is of any empty report
+    assert [note.startswith(line) for note in report.notes] == [True]
 
 
-def test_layers_that_are_not_packed_from_the_start_are_packed_by_compiled_steps() -> None:
-    model = small("falcon_h1")
+def test_a_model_that_makes_its_cache_itself_is_packed_by_model_compile() -> None:
+    """This is the remedy in the reason of the test before."""
+    model = small("minimax")
     expected = generated(model)
-    kvcompile.compile(model, policy=LOSSLESS)
-    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
-    ids = expected[:, :6]
-    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, past_key_values=cache)
-    assert torch.equal(tokens, expected)
-    assert all(isinstance(layer.keys, kvcompile.PackedTensor) for layer in cache.layers)
+    model.compile(backend=kvcompile.kvquant(policy=LOSSLESS))
+    with collect_reports() as report:
+        assert torch.equal(generated(model), expected)
+    assert report.totals.packed_layers == 1
 
 
-def test_no_reason_is_given_if_the_policy_packs_nothing() -> None:
-    model = kvcompile.compile(small("falcon_h1"), policy={"default": {"dtype": "auto"}})
+def test_no_warning_is_given_if_the_policy_packs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A report on nothing else still says why."""
+    model = kvcompile.compile(attention_llama(num_layers=1), policy={"default": {"dtype": "auto"}})
+    generated(model)
+    assert caplog.records == []
     with collect_reports() as report:
         generated(model)
-    assert not any("without a packed cache" in note for note in report.notes)
+    (note,) = report.notes
+    assert note.endswith("without a packed cache: it has no layer of keys and values for which the policy has a format")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"use_cache": False}, "use_cache is False"),
+        ({"custom_generate": lambda model, input_ids, **kwargs: model(input_ids).logits.argmax(-1)}, "custom_generate"),
+    ],
+    ids=["without a cache", "code of the caller"],
+)
+def test_the_report_on_a_request_that_is_left_to_transformers_says_why(arguments: dict[str, Any], reason: str) -> None:
+    """It does not tell users of ``kvcompile.compile`` to compile the model."""
+    model = kvcompile.compile(attention_llama(num_layers=1), policy=LOSSLESS)
+    with collect_reports() as report:
+        generated(model, **arguments)
+    line = f"generate() of this LlamaForCausalLM runs without a packed cache: {reason}"
+    assert [note.startswith(line) for note in report.notes] == [True]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("lfm2_moe", "LinearAttentionLayer"), ("mistral", "StaticSlidingWindowLayer")]
+)
+def test_the_report_says_why_assisted_decoding_is_not_packed(model_type: str, kind: str) -> None:
+    model = windowed(model_type)
+    expected = generated(model, prompt_lookup_num_tokens=2)
+    kvcompile.compile(model, policy=LOSSLESS)
+    for _ in range(2):  # the reason is logged once, but every report has it
+        with collect_reports() as report:
+            assert torch.equal(generated(model, prompt_lookup_num_tokens=2), expected)
+        (note,) = report.notes
+        assert f"layers of the kind {kind} cannot drop tokens; without assistant_model" in note
+    assert not keeps_a_cache(model)
+    generated(model)  # other requests get a packed cache
+    assert keeps_a_cache(model)
+
+
+def test_a_model_whose_inputs_are_not_prepared_for_a_static_cache_keeps_plain_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Llama 4 with Transformers 5.17: its call runs with a static cache, but ``generate()`` raises an error."""
+
+    def masks(*args: Any, **kwargs: Any) -> None:
+        raise TypeError("got an unexpected argument")
+
+    model = attention_llama(num_layers=1)
+    expected = generated(model)
+    monkeypatch.setattr(type(model), "create_masks_for_generate", staticmethod(masks), raising=False)
+    kvcompile.compile(model, policy=LOSSLESS)
+    for _ in range(2):
+        with collect_reports() as report:
+            assert torch.equal(generated(model), expected)
+        (note,) = report.notes
+        assert "does not prepare the inputs of LlamaForCausalLM for a static cache (got an unexpected argument)" in note
+
+
+def test_inputs_are_prepared_for_chunks_of_llama_4_or_the_report_says_why_not() -> None:
+    model = small("llama4_text")
+    expected = generated(model)
+    kvcompile.compile(model, policy=LOSSLESS)
+    with collect_reports() as report:
+        assert torch.equal(generated(model), expected)
+    assert report.totals.packed_layers or "does not prepare the inputs of Llama4ForCausalLM" in report.notes[0]
 
 
 def test_a_model_without_static_caches_is_named() -> None:

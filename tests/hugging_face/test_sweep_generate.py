@@ -45,11 +45,16 @@ def test_an_error_that_only_kvcompile_raises_is_a_problem(monkeypatch: pytest.Mo
     assert (str(result), result.is_problem) == ("llama: fails: KeyError: 'indexed'", True)
 
 
-def test_a_type_whose_layers_stay_plain_has_a_reason_unless_it_has_no_attention() -> None:
-    with_attention, without = map(compare, ("zaya", "mamba"))
-    assert "layers of the kind" in with_attention.reasons[0]
-    assert str(with_attention).startswith("zaya: same tokens; nothing packed\n  generate() of this")
-    assert str(without) == "mamba: same tokens; nothing packed, and the report gives no reason"
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("minimax", "Transformers lets the model make"), ("mamba", "it is a state-space model")]
+)
+def test_a_type_whose_layers_stay_plain_has_a_reason(model_type: str, reason: str) -> None:
+    result = compare(model_type)
+    line = (
+        f"generate() of this {type(sweep_generate._model(model_type)).__name__} runs without a packed cache: {reason}"
+    )
+    assert [each.startswith(line) for each in result.reasons] == [True]
+    assert str(result).startswith(f"{model_type}: same tokens; nothing packed\n  {line}")
 
 
 def test_a_type_that_does_not_generate_without_kvcompile_is_not_compared() -> None:
