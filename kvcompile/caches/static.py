@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +140,7 @@ def _with_one_dtype(cache: StaticCache, model: nn.Module) -> StaticCache:
     layer: Any
     for layer in cache.layers:
         if isinstance(layer, full_layer_classes()):
-            layer.update = partial(_update_with_one_dtype, layer, type(model).__name__)
+            layer.update = functools.partial(_update_with_one_dtype, layer, type(model).__name__)
     return cache
 
 

@@ -60,7 +60,8 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node 
             return Refusal(Reason.overwritten, role=role, source=cache_name(overwritten), new=what)
         first = first_state(root)
         op = "copy_" if root.op == "placeholder" else operation((base or root) if first.op == "placeholder" else first)
-        return Refusal(Reason.unknown_write, role=role, op=op, detail="its result replaces the whole cache")
+        detail = "its result replaces the whole cache; do this in eager code, between calls"
+        return Refusal(Reason.unknown_write, role=role, op=op, detail=detail)
     is_computed = bool(states_behind(root, later_states.__contains__))
     return Refusal(Reason.computed_from_cache if is_computed else Reason.no_cache, role=role)
 
