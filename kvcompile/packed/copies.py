@@ -15,6 +15,7 @@ from kvcompile.kernels.layout.packed_layout import growing_blocks, num_blocks
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.tensor import CHANNELS, PACKED_DIM, PackedTensor
 from kvcompile.packed.tracing import is_traced
+from kvcompile.packed.view_geometry import stride_of_clone
 from kvcompile.packed.writes import coordinates_of, encoded, not_from_end, plain, put, put_tokens, read
 
 aten = torch.ops.aten
@@ -28,7 +29,15 @@ def _fresh(cache: PackedTensor, data: Tensor, size: Sequence[int], start: int | 
 
 @handles(PackedTensor, aten.clone.default)
 def _clone(cache: PackedTensor, *, memory_format: torch.memory_format | None = None) -> PackedTensor:
-    return _fresh(cache, cache.packed.clone(memory_format=torch.contiguous_format), cache.shape)
+    copy = _fresh(cache, cache.packed.clone(memory_format=torch.contiguous_format), cache.shape)
+    return _in_memory_order(cache, copy, memory_format)
+
+
+def _in_memory_order(cache: PackedTensor, copy: PackedTensor, memory_format: torch.memory_format | None) -> Any:
+    """``copy`` with the strides of a copy of an equal plain tensor."""
+    if memory_format not in (None, torch.preserve_format) or cache.is_contiguous():
+        return copy
+    return copy.with_stride(stride_of_clone(cache))
 
 
 @handles(PackedTensor, aten._to_copy.default)
@@ -38,13 +47,14 @@ def _to_copy(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
     **kwargs: Any,
 ) -> Any:
     """A copy to another device is packed. A copy in another dtype is a plain tensor."""
     if dtype is not None and dtype != cache.dtype:
         return NotImplemented
     data = aten._to_copy.default(cache.packed, device=device, non_blocking=non_blocking)
-    return _fresh(cache, data, cache.shape)
+    return _in_memory_order(cache, _fresh(cache, data, cache.shape), memory_format)
 
 
 @handles(PackedTensor, aten.index_select.default)

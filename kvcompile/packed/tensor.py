@@ -487,7 +487,9 @@ class PackedTensor(PackedSubclass):
         layout = (meta.layout.spec, meta.layout.role, meta.layout.head_dim)
         fields = (meta.dtype, meta.axes, meta.start, meta.growing)
         basis = "" if data.is_meta else meta.layout.format.basis  # a cache without data needs no basis
-        return rebuild_packed_tensor, (data, layout, fields, tuple(self.shape), bases.root(basis) if basis else {})
+        stride = None if self.is_contiguous() else stride_of_clone(self)
+        root = bases.root(basis) if basis else {}
+        return rebuild_packed_tensor, (data, layout, fields, tuple(self.shape), root, stride)
 
 
 def rebuild_packed_tensor(
@@ -496,14 +498,16 @@ def rebuild_packed_tensor(
     meta: tuple[Any, ...],
     shape: tuple[int, ...],
     basis: dict[str, Tensor] | None = None,
+    stride: tuple[int, ...] | None = None,
 ) -> PackedTensor:
     """Rebuilds a saved cache from the names of its layout and the fields of CacheMeta; ``torch.load`` calls this.
 
-    ``basis`` has the tensors of a calibrated format's basis.
+    ``basis`` has the tensors of a calibrated format's basis. Without ``stride``, the cache is contiguous.
     """
     if basis:
         bases.register(bases.Basis(**basis))
-    return PackedTensor.owning(data, CacheMeta(PackedLayout.parse(*layout), *meta), shape)
+    cache = PackedTensor.owning(data, CacheMeta(PackedLayout.parse(*layout), *meta), shape)
+    return cache if stride is None else cache.with_stride(stride)
 
 
 torch.serialization.add_safe_globals([rebuild_packed_tensor])

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.operators import OpOverload
-from kvcompile.passes.graph.aliases import may_leave
+from kvcompile.passes.graph.aliases import may_leave, users_through_views
 from kvcompile.passes.graph.aten import RESHAPES, SAME_OPS, arguments, same_sizes, shape_of
 from kvcompile.passes.graph.index_map import IndexMap, follow
 from kvcompile.passes.graph.inline import behind_placeholders, insert_call, size_node
@@ -122,7 +122,7 @@ def _of_parts(node: Node) -> _Growth | None:
         offset += size
     base, tokens = bases[0], {order.index(part.dim) for order, part in zip(orders, grown, strict=True)}
     is_whole = all(other is base for other in bases) and shape_of(base)[dim] == offset
-    if len(pieces) < 2 or not is_whole or len(tokens) != 1 or len({len(part.new) for part in grown}) != 1:
+    if len(pieces) < 2 or not is_whole or len(tokens) != 1 or not _grow_alike(grown):
         return None
     (token,) = tokens
     if token == dim and not stacks:
@@ -147,6 +147,12 @@ def _of_parts(node: Node) -> _Growth | None:
         return _permuted(graph, part, [order.index(at) for at in range(len(order))])
 
     return _Growth(node, base, token + (stacks and token >= dim), tuple(grown), joined, viewed, are_views=False)
+
+
+def _grow_alike(parts: Sequence[_Grown]) -> bool:
+    """Whether all parts append as many tensors, of the same numbers of tokens."""
+    sizes = [[shape_of(x)[part.dim] for x in part.new] for part in parts]
+    return all(same_sizes(own, sizes[0]) for own in sizes)
 
 
 def _joined_pieces(node: Node) -> tuple[list[Node], int, bool] | None:
@@ -252,6 +258,8 @@ def _replace(graph: Graph, growth: _Growth) -> bool:
     parts = growth.parts
     if not growth.are_views and any(may_leave(part.node) for part in parts):
         return False  # the caller may change a part, and the whole is a tensor of its own
+    if any(user.target is aten.as_strided.default for part in parts for user in users_through_views(part.node)):
+        return False  # it counts from the first element of the part's memory
     order = {node: place for place, node in enumerate(graph.nodes)}
     needed = [growth.base, *(x for part in parts for x in part.new)]
     last = max(needed, key=order.__getitem__)

@@ -7,6 +7,7 @@ disjoint ranges of it, as the keys and the values of one projection do.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
@@ -93,7 +94,12 @@ def _range(index_map: IndexMap, axis: int) -> tuple[Size, Size]:
 
 
 def may_leave(node: Node) -> bool:
-    """Whether the memory of ``node`` may be that of an output, or of the source of a copy into an input.
+    """Whether the memory of ``node`` may be that of an output, or of the source of a copy into an input."""
+    return any(user.op == "output" or user.target is aten.copy_.default for user in users_through_views(node))
+
+
+def users_through_views(node: Node) -> Iterator[Node]:
+    """The users of ``node`` and of its views, each at least once.
 
     Later passes replace a copy over a whole tensor by its source, and packed caches share the bytes of a clone. Both
     count as views here.
@@ -101,11 +107,9 @@ def may_leave(node: Node) -> bool:
     reached = [node]
     for value in reached:
         for user in value.users:
-            if user.op == "output" or user.target is aten.copy_.default:
-                return True
-            if user not in reached and _may_share_memory(user):
+            yield user
+            if user.op != "output" and user not in reached and _may_share_memory(user):
                 reached.append(user)
-    return False
 
 
 def _may_share_memory(node: Node) -> bool:

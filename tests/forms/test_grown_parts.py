@@ -144,16 +144,43 @@ def drops_a_part(q: Tensor, k: Tensor, v: Tensor, past: Tensor) -> tuple[Tensor,
     return F.scaled_dot_product_attention(q, k, v), torch.stack([k, v])
 
 
+def divides_new_tokens(q: Tensor, k: Tensor, v: Tensor, past: Tensor) -> tuple[Tensor, ...]:
+    k = torch.cat([past[0], k[:, :, :1], k[:, :, 1:]], 2)
+    v = torch.cat([past[1], v[:, :, :2], v[:, :, 2:]], 2)
+    return F.scaled_dot_product_attention(q, k, v), torch.stack([k, v])
+
+
+OTHERS = [
+    returns_a_part,
+    exchanges_parts,
+    computes_values_from_the_new_keys,
+    drops_a_part,
+    divides_new_tokens,
+]
+
+
 @node_by_node
-@pytest.mark.parametrize("step", [returns_a_part, exchanges_parts, computes_values_from_the_new_keys, drops_a_part])
+@pytest.mark.parametrize("step", OTHERS, ids=lambda step: step.__name__)
 def test_other_joins_stay_as_the_model_computes_them(step: Step) -> None:
     num_parts = 3 if step is drops_a_part else 2
-    past, new = torch.randn(num_parts, BATCH, HEADS, PAST, HEAD_DIM), rows()
+    past, new = torch.randn(num_parts, BATCH, HEADS, PAST, HEAD_DIM), rows(3)
     results = compiled(step, options={"on_unsupported": "ignore"})(*new, past.clone())
     expected = step(*new, past)
     for result in (*results[2:], *expected[2:]):
         result.zero_()  # the joined cache is another tensor
     torch.testing.assert_close([x * 1 for x in results], [x * 1 for x in expected], rtol=1e-4, atol=1e-5)
+
+
+@node_by_node
+def test_a_part_that_is_read_by_its_place_in_memory_stays_a_tensor_of_its_own() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, past: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        out, other = gpt2(q, k, v, other)
+        k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        return out, other, torch.stack([k, v]), v.as_strided((2, 5), (5, 1), 7) * 1
+
+    pasts, new = torch.randn(2, *STACK), rows()
+    results = compiled(step)(*new, *pasts.clone())
+    torch.testing.assert_close([x * 1 for x in results], list(step(*new, *pasts)), rtol=1e-4, atol=1e-5)
 
 
 @node_by_node

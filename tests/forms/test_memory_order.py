@@ -5,6 +5,8 @@ Compiled steps equal eager code on packed caches. Graphs run node by node.
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -166,6 +168,29 @@ def test_a_second_graph_on_the_packed_cache_writes_what_eager_code_writes(writes
     other_step(q, *others, plain, new)
     compiled(other_step)(q, *others, held[0], new)
     torch.testing.assert_close(held[0].dequantize(), plain, rtol=0, atol=0.03)
+
+
+def saved(cache: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    result: Tensor = torch.load(file, weights_only=True)
+    return result
+
+
+@all_orders
+@pytest.mark.parametrize("copied", [Tensor.clone, copy.deepcopy, saved], ids=["clone", "deepcopy", "torch.load"])
+@torch.no_grad()
+def test_copies_keep_the_order_of_dimensions_in_memory(copied: Callable[[Tensor], Tensor], order: Any) -> None:
+    plain = in_memory(order, MAX_LEN).clone()
+    cache = packed([plain, plain])[0].with_stride(plain.stride())
+    twin, plain_twin = copied(cache), copied(plain)
+    assert twin.stride() == plain_twin.stride()
+    for x in (twin, plain_twin):
+        x.transpose(1, 2).flatten(2)[:, 1] = 7.0
+    torch.testing.assert_close(twin.dequantize(), plain_twin, rtol=0, atol=0.1)
+    torch.testing.assert_close(cache.dequantize(), plain, rtol=0, atol=0.1)
+    assert cache.clone(memory_format=torch.contiguous_format).is_contiguous()
 
 
 @torch.no_grad()
