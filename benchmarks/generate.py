@@ -122,7 +122,8 @@ def measure(recorder: Recorder, row: Row, case: Case, shape: Shape, args: argpar
     model = model_for(shape, args)
     prompt = torch.randint(args.vocab_size, (shape.batch, shape.context), device=DEVICE)
     if case.policy is not None:
-        kvcompile.compile(model, policy=case.policy, on_unsupported="error")
+        how = {"policy": case.policy, "merge_projections": args.merge_projections}
+        kvcompile.compile(model, **how, on_unsupported="error")
     requests = Requests(model, prompt, args.new_tokens, case.settings)
     reset_peak()
     begin = time.perf_counter()

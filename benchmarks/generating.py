@@ -133,5 +133,8 @@ def add_request_arguments(parser: argparse.ArgumentParser, *, layers: int, new_t
         "--new-tokens", type=int, default=new_tokens, help="tokens of an answer, at least 4 (default: %(default)s)"
     )
     parser.add_argument(
+        "--merge-projections", action="store_true", help="merge small products, as the option of kvcompile does"
+    )
+    parser.add_argument(
         "--seconds", type=float, default=540, help="rows that would begin later are skipped (default: %(default)s)"
     )

@@ -95,16 +95,17 @@ def forget_compiled() -> None:
     gc.collect()
 
 
-def compare(recorder: Recorder, model: Any, shape: Shape, mode: str, policies: list[str]) -> None:
+def compare(recorder: Recorder, model: Any, shape: Shape, mode: str, args: argparse.Namespace) -> None:
     """Add a row for the plain model, and a row for every policy."""
     baseline = None
     with recorder.row(case="torch.compile", shape=str(shape), format="plain", mode=mode) as row:
         forget_compiled()
         baseline = measure(recorder, row, model, shape, torch.compile(model, options=dict(MODES[mode])), None)
-    for policy in policies:
+    for policy in args.policies:
         with recorder.row(case="kvquant", shape=str(shape), format=policy, mode=mode) as row:
             forget_compiled()
             options = {"policy": policy, "on_unsupported": "error", **MODES[mode]}
+            options["merge_projections"] = args.merge_projections
             compiled = torch.compile(model, backend="kvquant", options=options)
             measure(recorder, row, model, shape, compiled, baseline)
 
@@ -116,6 +117,9 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["default"], help="default: %(default)s")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=128256, help="size of the vocabulary (default: %(default)s)")
+    parser.add_argument(
+        "--merge-projections", action="store_true", help="merge small products, as the option of kvcompile does"
+    )
     args = parse_arguments(parser, needs_backend=True)
     for policy in args.policies:
         try:
@@ -127,7 +131,7 @@ def main() -> int:
         for shape in args.shapes:
             model = random_model(config(shape, args.layers, args.vocab_size), DTYPE, DEVICE)
             for mode in args.modes:
-                compare(recorder, model, shape, mode, args.policies)
+                compare(recorder, model, shape, mode, args)
     return recorder.finish()
 
 

@@ -137,7 +137,8 @@ def measure(recorder: Recorder, row: Row, policy: str, shape: Shape, args: argpa
         cache = filled_cache(model, policy, shape)
         recorder.say(f"the caches of {shape.batch} users are filled")
         if policy != PLAIN:
-            kvcompile.compile(model, policy=policy, on_unsupported="error")
+            how = {"policy": policy, "merge_projections": args.merge_projections}
+            kvcompile.compile(model, **how, on_unsupported="error")
         requests = Requests(model, prompt, args.new_tokens, with_cache(model, cache))
         clocks = []
         for repeat in range(args.repeats + 1):  # the first request compiles

@@ -32,6 +32,7 @@ def kvquant(
     on_unsupported: OnUnsupported | None = None,
     verify: bool | None = None,
     context_parallel: Any = None,
+    merge_projections: bool | None = None,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     **inductor_options: Any,
@@ -59,10 +60,11 @@ def kvquant(
         example_inputs: the inputs of ``gm``, real tensors and symbolic integers.
         mode: a ``torch.compile`` mode (``max-autotune``, ``reduce-overhead``, ...).
         options: ``policy`` (preset name, path, dict or Policy), ``on_unsupported`` (``error``, ``warn``, ``ignore``),
-            ``verify`` (True: check every rewritten graph against its original, docs/verify.md), ``context_parallel``
-            and Inductor configuration keys. ``context_parallel`` is a DeviceMesh of one dimension, or a process group,
-            whose ranks split the tokens of every cache (docs/parallel.md). Inductor configuration keys override the
-            settings of the mode.
+            ``verify`` (True: check every rewritten graph against its original, docs/verify.md), ``context_parallel``,
+            ``merge_projections`` and Inductor configuration keys. ``context_parallel`` is a DeviceMesh of one
+            dimension, or a process group, whose ranks split the tokens of every cache (docs/parallel.md).
+            ``merge_projections=True`` computes small projections of the same activations as one product
+            (docs/generate.md). Inductor configuration keys override the settings of the mode.
         more_options: the same options as keywords; they override ``options``.
 
     Returns:

@@ -25,6 +25,7 @@ def compile(
     policy: PolicySpec = None,
     on_unsupported: OnUnsupported | None = None,
     verify: bool | None = None,
+    merge_projections: bool | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
@@ -38,6 +39,7 @@ def compile(
     policy: PolicySpec = None,
     on_unsupported: OnUnsupported | None = None,
     verify: bool | None = None,
+    merge_projections: bool | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
@@ -51,6 +53,7 @@ def compile(
     policy: PolicySpec = None,
     on_unsupported: OnUnsupported | None = None,
     verify: bool | None = None,
+    merge_projections: bool | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
@@ -74,6 +77,8 @@ def compile(
             the policy decides.
         verify: True compares every rewritten graph with its original when it is compiled, and compiles attention that
             differs with plain Inductor (docs/verify.md).
+        merge_projections: True computes the projections of queries, keys and values as one product, and those of gate
+            and up, in decode steps. The first step moves their weights into one tensor (docs/generate.md).
         mode: a ``torch.compile`` mode.
         dynamic: see ``torch.compile``.
         fullgraph: see ``torch.compile``.
@@ -90,7 +95,10 @@ def compile(
     for name, value, known in (("dynamic", dynamic, (None, True, False)), ("fullgraph", fullgraph, (True, False))):
         if not any(value is one for one in known):
             raise OptionsError(f"option {name}: expected {' or '.join(map(str, known))}, got {shown(value)}")
-    backend = kvquant(policy=policy, on_unsupported=on_unsupported, verify=verify, mode=mode, **inductor_options)
+    backend = kvquant(
+        policy=policy, on_unsupported=on_unsupported, verify=verify, merge_projections=merge_projections, mode=mode,
+        **inductor_options,
+    )  # fmt: skip
     compiled = partial(_compile, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
     return compiled if model is None else compiled(model)
 

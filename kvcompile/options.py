@@ -16,7 +16,7 @@ from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.parallel.context_parallel import shard_of
 from kvcompile.policy.policy import OnUnsupported, Policy
 
-OWN_OPTIONS = ("policy", "on_unsupported", "verify", "context_parallel")
+OWN_OPTIONS = ("policy", "on_unsupported", "verify", "context_parallel", "merge_projections")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class BackendOptions:
         inductor_config: patches for ``torch._inductor.config``.
         verify: whether every rewritten graph is checked against its original (docs/verify.md).
         shard: this process's share of the tokens of every cache under context parallelism; None if it keeps all tokens.
+        merge_projections: whether small projections of the same activations become one product.
         mode: the given mode. Its settings are in ``inductor_config``.
     """
 
@@ -37,6 +38,7 @@ class BackendOptions:
     inductor_config: dict[str, Any]
     verify: bool = False
     shard: ContextShard | None = None
+    merge_projections: bool = False
     mode: str | None = field(default=None, compare=False)
 
     @property
@@ -49,9 +51,9 @@ class BackendOptions:
         """Check ``mode`` and ``options``; an option takes precedence over the same setting of the mode.
 
         ``options`` may hold ``policy`` (see :meth:`Policy.load`), ``on_unsupported`` (which overrides the policy's own
-        setting), ``verify``, ``context_parallel`` and any key of Inductor's configuration. ``context_parallel`` is a
-        DeviceMesh of one dimension, or a process group, whose ranks split the tokens of every cache. A key may have
-        ``-`` in place of ``_``.
+        setting), ``verify``, ``context_parallel``, ``merge_projections`` and any key of Inductor's configuration.
+        ``context_parallel`` is a DeviceMesh of one dimension, or a process group, whose ranks split the tokens of every
+        cache. A key may have ``-`` in place of ``_``.
 
         Raises:
             OptionsError: an unknown or mistyped mode or option.
@@ -65,14 +67,21 @@ class BackendOptions:
         known = typing.get_args(OnUnsupported)
         if on_unsupported not in known:
             raise OptionsError(f"option on_unsupported: expected {', '.join(known)}, got {shown(on_unsupported)}")
-        verify = options.pop("verify", False)
-        if not isinstance(verify, bool):
-            raise OptionsError(f"option verify: expected True or False, got {shown(verify)}")
+        verify, merge_projections = _switch(options, "verify"), _switch(options, "merge_projections")
         shard = shard_of(options.pop("context_parallel", None))
         if verify and shard is not None:
             raise OptionsError("option verify: it cannot check a graph of several ranks; drop it or context_parallel")
         settings = _mode_settings(mode) if mode is not None else {}
-        return cls(policy, on_unsupported, settings | _inductor_settings(options), verify, shard, mode)
+        settings |= _inductor_settings(options)
+        return cls(policy, on_unsupported, settings, verify, shard, merge_projections, mode)
+
+
+def _switch(options: dict[str, Any], name: str) -> bool:
+    """Take the option ``name``, which is on or off, out of ``options``; it is off by default."""
+    value = options.pop(name, False)
+    if not isinstance(value, bool):
+        raise OptionsError(f"option {name}: expected True or False, got {shown(value)}")
+    return value
 
 
 def _mode_settings(mode: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ outputs that hold packed data in packed caches.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,11 @@ class GraphInput:
     arrives_packed: bool = False
     is_persistent: bool = False
     is_static: bool = False
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter of a module."""
+        return "._parameters[" in self.source
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,8 @@ class Rewritten:
         by_reference: whether packed data is passed as references (:mod:`kvcompile.kernels.layout.references`).
         buffered_inputs: the inputs that the graph changes in a buffer at a fixed address, which the caller copies back.
         stacks: the inputs that were split into parts. All other positions are counted after that split.
+        adjacent: the inputs whose place a tensor with several parameters takes, each with the positions of these
+            parameters in the order of memory (:mod:`kvcompile.call.adjacent_parameters`).
     """
 
     inputs: tuple[InputAction, ...]
@@ -183,6 +190,7 @@ class Rewritten:
     by_reference: bool = False
     buffered_inputs: tuple[int, ...] = ()
     stacks: tuple[SplitStack, ...] = ()
+    adjacent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def on_cuda(self) -> bool:

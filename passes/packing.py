@@ -19,6 +19,7 @@ from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.prove.formats import ChooseFormats
 from kvcompile.passes.refusal import Refusal
 from kvcompile.passes.rewrite.caches import CacheRewriter
+from kvcompile.passes.rewrite.merge_projections import MayBeAdjacent
 from kvcompile.passes.site import Site
 
 
@@ -36,6 +37,7 @@ class Packing:
         exact_prompts: whether attention to the new tokens of a prompt is exact.
         own_outputs: the outputs that share no memory with an input in the model, by position.
         refused: the sites that a check of an earlier rewrite refuses, by position.
+        may_be_adjacent: whether the caller can keep some inputs adjacent; None if projections are not merged.
         packed_stacks: the inputs that arrive as packed stacks.
         stacks: the inputs that were split into their parts.
         divided: the inputs and outputs whose heads got a separate dimension.
@@ -58,6 +60,7 @@ class Packing:
     exact_prompts: bool = False
     own_outputs: frozenset[int] = frozenset()
     refused: Mapping[int, Refusal] = field(default_factory=dict)
+    may_be_adjacent: MayBeAdjacent | None = None
     packed_stacks: Mapping[int, StackInput] = field(default_factory=dict)
     stacks: tuple[SplitStack, ...] = ()
     divided: Divided = field(default_factory=Divided)

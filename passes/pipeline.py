@@ -40,6 +40,7 @@ from kvcompile.passes.prove.sites import prove_sites
 from kvcompile.passes.rewrite.caches import CacheRewriter
 from kvcompile.passes.rewrite.expand_pools import expand_pools
 from kvcompile.passes.rewrite.make_replayable import can_replay, make_replayable
+from kvcompile.passes.rewrite.merge_projections import merge_projections
 from kvcompile.passes.rewrite.merge_stores import has_stores, merge_stores
 from kvcompile.passes.rewrite.sites import layouts_of, summarise_caches
 from kvcompile.passes.stacks.split import contiguous_parts, split_stacks
@@ -182,6 +183,16 @@ def _merge_stores(packing: Packing) -> None:
 def _lay_out_parts(packing: Packing) -> None:
     assert packing.rewritten is not None
     contiguous_parts(packing.gm, packing.rewritten, packing.packed_stacks)
+
+
+def _merge_projections(packing: Packing) -> None:
+    assert packing.rewritten is not None
+    if packing.may_be_adjacent is not None:
+        adjacent = merge_projections(packing.gm, packing.inputs, packing.may_be_adjacent)
+        examples = list(packing.rewritten.example_inputs)
+        for place in adjacent:
+            examples[place] = packing.placeholders[place].meta["val"]
+        packing.rewritten = replace(packing.rewritten, example_inputs=examples, adjacent=adjacent)
 
 
 def _note_rewritten(packing: Packing) -> None:
@@ -356,6 +367,13 @@ PIPELINE = (
         _lay_out_parts,
         "The caller's duties are known.",
         "A plain part of a split stack has the strides that adoption gives it.",
+    ),
+    Pass(
+        "merge_projections",
+        _merge_projections,
+        "The caller's duties are known.",
+        "With the option merge_projections, small projections of the same activations are one product, whose weights "
+        "the caller keeps adjacent in memory.",
     ),
     Pass(
         "note_rewritten",

@@ -27,6 +27,7 @@ def digest_of(
     inputs: Sequence[GraphInput],
     conceals: bool,
     calls: Sequence[Call | None] = (),
+    merges_projections: bool = False,
 ) -> str | None:
     """The digest as 32 hex digits, equal in every process; None if the compiled graph must not be stored.
 
@@ -36,6 +37,7 @@ def digest_of(
         inputs: the record of the inputs of the ATen graph.
         conceals: whether packed caches are concealed from AOTAutograd.
         calls: the user's calls, in the order of the marked graph.
+        merges_projections: whether small projections become one product.
     """
     if not has_only_own_formats():
         return None  # the code of another format is not in the digest
@@ -44,7 +46,8 @@ def digest_of(
         formats = [policy.formats_for(site.module, site.layer, num_layers) for site in sites]
     except PolicyError:
         return None  # the passes raise it where the report names the site
-    parts = (code_of(Path(__file__).parent.parent), policy.fingerprint(), sites, formats, inputs, conceals, calls)
+    graph = (sites, formats, inputs, conceals, calls, merges_projections)
+    parts = (code_of(Path(__file__).parent.parent), policy.fingerprint(), graph)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcompile.call.adjacent_parameters import AdjacentParameters
 from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
 from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
@@ -73,6 +74,7 @@ class CallPlan:
         buffered_inputs: the inputs that the graph changes in a buffer at a fixed address.
         stacks: the inputs that are split into parts.
         conceals: whether packed caches arrive as :class:`Concealed` tensors.
+        adjacent: the inputs whose place a tensor with several parameters takes, as in :class:`Rewritten`.
     """
 
     caches: tuple[InputAction, ...]
@@ -83,6 +85,7 @@ class CallPlan:
     buffered_inputs: tuple[int, ...] = ()
     stacks: tuple[SplitStack, ...] = ()
     conceals: bool = False
+    adjacent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -110,7 +113,7 @@ class CallPlan:
         )
         return cls(
             caches, tuple(made), tuple(outputs), tuple(dequantized), rewritten.by_reference,
-            rewritten.buffered_inputs, rewritten.stacks, conceals,
+            rewritten.buffered_inputs, rewritten.stacks, conceals, rewritten.adjacent,
         )  # fmt: skip
 
 
@@ -138,6 +141,7 @@ class PackedCall:
         self._read = [action.index for action in plan.caches if action.kind != "static"]
         self._read += [plain.index for plain in plan.dequantized if not plain.mutated]
         self._outputs = plan.outputs
+        self._parameters = AdjacentParameters(plan.adjacent) if plan.adjacent else None
 
     def __call__(self, args: list[Any]) -> list[Any]:
         if self._conceals:
@@ -164,6 +168,8 @@ class PackedCall:
                 if plain.mutated:
                     changed.append((tensor, args[plain.index]))
         buffered, buffers = self._buffer(args)
+        if self._parameters is not None:
+            self._parameters.put(args)
         try:
             outputs = list(self._compiled(args))
         except (IndexError, RuntimeError) as error:

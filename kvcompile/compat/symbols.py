@@ -37,6 +37,11 @@ def without_excluded_cases(number: Any) -> Any:
     return number if expression == number.node.expr else number.node.shape_env.create_symintnode(expression, hint=None)
 
 
+def hint_of(size: int | torch.SymInt) -> int:
+    """The value of a size in the trace; 1 for a symbol without a value."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
 def binding_replaced_symbols(inputs: Sequence[Any]) -> list[Any]:
     """``inputs`` of a graph, where a symbolic size also binds the symbol that a guard has found to be equal.
 

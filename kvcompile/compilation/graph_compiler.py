@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
+from kvcompile.call.adjacent_parameters import why_not_adjacent
 from kvcompile.call.digest import digest_of
 from kvcompile.call.inputs import graph_inputs
 from kvcompile.call.key_outliers import KeyGuard
@@ -222,13 +223,16 @@ class GraphCompiler:
         if not CAN_STORE or not generates or self.stages.are_wanted or self.options.verify or not alone:
             return None
         calls = [call_of(node) for node in self.marked.graph.nodes]
-        return digest_of(self.options.policy, sites_of(self.marked), self.inputs, self.conceals, calls)
+        return digest_of(
+            self.options.policy, sites_of(self.marked), self.inputs, self.conceals, calls, self._merges_projections
+        )
 
     def _know(self, outcome: Outcome) -> None:
         self.outcome = outcome
 
     def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        rewriter = GraphRewriter(self.options, self.inputs, self.example_inputs, self.stages)
+        may_be_adjacent = self._may_be_adjacent if self._merges_projections else None
+        rewriter = GraphRewriter(self.options, self.inputs, self.example_inputs, self.stages, may_be_adjacent)
         given_static, cudagraphs = set(kwargs["static_input_idxs"]), bool(kwargs["cudagraphs"])
         packing = self.packing = rewriter.rewrite(gm, example_inputs, given_static, cudagraphs)
         self.verified_steps = rewriter.verified_steps
@@ -255,6 +259,21 @@ class GraphCompiler:
             with contextlib.nullcontext() if self.is_ahead_of_time else storing_by_key(), views_by_method():
                 compiled = compile_fx_inner(gm, binding_replaced_symbols(rewritten.example_inputs), **kwargs)
         return PackedCode(compiled, plan, self.outcome, packing.cudagraphs, self.is_ahead_of_time)
+
+    @property
+    def _merges_projections(self) -> bool:
+        """Whether small projections become one product, whose weights this process can keep adjacent."""
+        return self.options.merge_projections and self.generate_code is None and not self.is_ahead_of_time
+
+    def _may_be_adjacent(self, places: Sequence[int]) -> bool:
+        """Whether a call can keep the inputs of the ATen graph at ``places`` adjacent in memory."""
+        indices = [self.inputs[place].dynamo_index for place in places]
+        given = self.shards.of(self.original_inputs)
+        reason = why_not_adjacent([None if index is None else given[index] for index in indices])
+        if reason is not None:
+            names = ", ".join(self.inputs[place].source for place in places)
+            report.note(f"merge_projections: {names} stay apart: {reason}")
+        return reason is None
 
     def _agree(self, sites: Sequence[Site]) -> None:
         if self.agreement is not None:

@@ -20,6 +20,7 @@ from kvcompile.passes.packing import Packing
 from kvcompile.passes.pipeline import run
 from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.rewrite.merge_projections import MayBeAdjacent
 from kvcompile.verification.check import VERIFY, verify
 from kvcompile.verification.dump import write_dump
 
@@ -33,6 +34,7 @@ class GraphRewriter:
         inputs: what is known of each input of Dynamo's graph.
         example_inputs: the example inputs of Dynamo's graph, in the same order.
         stages: shows the stages of the graph to ``kvcompile.debug``.
+        may_be_adjacent: whether the caller can keep some inputs adjacent; None if projections are not merged.
         verified_steps: the number of random steps on which the rewritten graph agreed with the original; 0 if it
             differed, None if it was not checked.
     """
@@ -41,6 +43,7 @@ class GraphRewriter:
     inputs: Sequence[GraphInput]
     example_inputs: list[Any]
     stages: GraphStages
+    may_be_adjacent: MayBeAdjacent | None = None
     verified_steps: int | None = None
 
     def rewrite(self, gm: GraphModule, example_inputs: Sequence[Any], static: set[int], cudagraphs: bool) -> Packing:
@@ -67,14 +70,14 @@ class GraphRewriter:
         if difference is not None:
             return self._refused(fresh(gm), Refusal(Reason.input_mismatch, detail=difference))
         before = copied_graph(gm) if self.options.verify else None
-        packing = self._run_passes(fresh(gm))
+        packing = self._rewritten(fresh(gm))
         while before is not None and packing.rewritten is not None:
             wrong = self._wrong_sites(before, fresh, packing)
             if not wrong:
                 break
             refused |= wrong
             seconds, gm.graph = packing.seconds[VERIFY], copied_graph(before).graph
-            packing = self._run_passes(fresh(gm))
+            packing = self._rewritten(fresh(gm))
             packing.seconds[VERIFY] = seconds
         if packing.rewritten is not None:
             self.stages.show(Stage.rewritten, gm, packing.sites)
@@ -87,7 +90,8 @@ class GraphRewriter:
         self.stages.show(Stage.aten, packing.gm, packing.sites)
         return packing
 
-    def _run_passes(self, packing: Packing) -> Packing:
+    def _rewritten(self, packing: Packing) -> Packing:
+        packing.may_be_adjacent = self.may_be_adjacent  # not for the check, whose random weights are not adjacent
         for step in run(packing):
             self.stages.passed(step, packing)
         return packing

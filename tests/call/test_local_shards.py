@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import kvcompile
 from kvcompile.call import inputs
+from kvcompile.call.adjacent_parameters import adjacent_of
 
 TOKENS, WIDTH = 64, 32
 
@@ -54,6 +55,21 @@ class Doubling(Attention):
         out = super().forward(x, position)
         self.project.mul_(2)
         return out
+
+
+class Pair(Attention):
+    """Projects keys and values with a distributed parameter each."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.project_values = nn.Parameter(distribute_tensor(torch.randn(WIDTH, WIDTH), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        whole = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        self.keys.index_copy_(2, position, F.linear(whole, self.project).to_local())
+        self.values.index_copy_(2, position, F.linear(whole, self.project_values).to_local())
+        visible = torch.arange(TOKENS) <= position[:, None]
+        return F.scaled_dot_product_attention(x, self.keys, self.values, visible)
 
 
 def three_steps(model: Any, policy: str | None = None) -> list[Tensor]:
@@ -126,3 +142,15 @@ def test_a_known_specification_is_not_compared_again(mesh: DeviceMesh, monkeypat
         )
         step(x, torch.tensor([2]))
     assert not compared
+
+
+def test_the_shards_of_merged_projections_become_adjacent(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, plain = Pair(mesh), Pair(mesh)
+    plain.load_state_dict(model.state_dict())
+    step = torch.compile(model, backend=kvcompile.kvquant(policy="float32", merge_projections=True), dynamic=False)
+    with torch.no_grad(), running_node_by_node():
+        for position in (torch.tensor([0]), torch.tensor([1]), torch.tensor([2, 3])):  # the last one compiles again
+            x = torch.randn(1, 1, len(position), WIDTH)
+            torch.testing.assert_close(step(x, position), plain(x, position), rtol=1e-4, atol=1e-5)
+    assert adjacent_of([model.project._local_tensor, model.project_values._local_tensor]) is not None

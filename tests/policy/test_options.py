@@ -59,7 +59,8 @@ def test_an_unknown_mode_is_an_error_that_lists_the_modes() -> None:
 def test_an_unknown_option_is_an_error_that_names_ours_and_what_comes_close() -> None:
     assert error_of(options={"polcy": "fp8_e4m3"}) == (
         "unknown option 'polcy'; did you mean 'policy'? "
-        "(known: policy, on_unsupported, verify, context_parallel, and every name in torch._inductor.config)"
+        "(known: policy, on_unsupported, verify, context_parallel, merge_projections, and every name in "
+        "torch._inductor.config)"
     )
     assert "did you mean 'max_autotune'" in error_of(options={"max_autotun": True})
     assert error_of(options={"xyzzy": 1}).startswith("unknown option 'xyzzy' (known: policy, on_unsupported,")
