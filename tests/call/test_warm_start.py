@@ -14,11 +14,12 @@ from decode_steps import growing_step, step
 from digest_program import INPUT, SITE, digest, in_this_process, packed_input
 from ranks import call_ranks
 from shared_fixtures import with_code_of_operators
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import kvcompile
+from kvcompile.call.adjacent_parameters import adjacent_of
 from kvcompile.call.digest import code_of
 from kvcompile.compat.autograd_cache import CAN_STORE
 from kvcompile.kernels import formats
@@ -35,6 +36,20 @@ pytestmark = pytest.mark.skipif(not CAN_STORE, reason="this release of PyTorch s
 
 def stacked_step(q: Tensor, k: Tensor, v: Tensor, stack: Tensor, pos: Tensor) -> Tensor:
     return step(q, k, v, stack[0], stack[1], pos)
+
+
+class Projecting(nn.Module):
+    """Projects queries, keys and values, and keeps its caches in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(16, HEADS * HEAD_DIM) for _ in range(3))
+        for index, cache in enumerate(caches()):
+            self.register_buffer(f"cache{index}", cache)
+
+    def forward(self, x: Tensor, pos: Tensor) -> Tensor:
+        q, k, v = (project(x).view(1, 1, HEADS, HEAD_DIM).transpose(1, 2) for project in self.projections)
+        return step(q, k, v, self.cache0, self.cache1, pos)
 
 
 def tokens(count: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,6 +136,20 @@ def test_another_setting_of_pytorch_finds_no_stored_code(cache_on_disk: None) ->
     with torch._inductor.config.patch(epilogue_fusion=False):
         assert in_new_process(step, *new, *copies(plain), pos)[1:] == (0, 1)
     assert in_new_process(step, *new, *copies(plain), pos)[1:] == (1, 0)
+
+
+def test_stored_code_moves_the_weights_of_merged_projections(cache_on_disk: None) -> None:
+    x, pos = torch.randn(1, 1, 16), torch.tensor([5])
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        model = Projecting()
+        with with_code_of_operators():
+            results.append(in_new_process(model, x, pos, options={"merge_projections": True}))
+        assert adjacent_of([project.weight for project in model.projections]) is not None
+    (cold, *missed), (warm, *found) = results
+    assert (missed, found) == ([0, 1], [1, 0])
+    assert torch.equal(cold, warm)
 
 
 @pytest.mark.slow

@@ -12,12 +12,14 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kvcompile
 from kvcompile import KVCompileError, OptionsError, PackedTensor, collect_reports
+from kvcompile.call.adjacent_parameters import adjacent_of
 from kvcompile.compat.transformers import with_cache
 from kvcompile.generation import generate
 from kvcompile.generation.generate import Generation
@@ -59,6 +61,19 @@ def _node_by_node(request: pytest.FixtureRequest) -> None:
     """Graphs run node by node; the tests with generated code are in test_compiled_generate_code.py."""
     request.getfixturevalue("without_code_generation")
     counters.clear()
+
+
+def test_a_model_with_merged_projections_generates_the_same_tokens_and_is_saved_as_before(tmp_path: Any) -> None:
+    model = attention_llama()
+    expected = generated(model, **left_padded())
+    kvcompile.compile(model, policy=LOSSLESS, merge_projections=True, on_unsupported="error")
+    for _ in range(2):
+        assert torch.equal(generated(model, **left_padded()), expected)
+    attention = model.model.layers[0].self_attn
+    assert adjacent_of([getattr(attention, f"{name}_proj").weight for name in "kqv"]) is not None
+    model.save_pretrained(tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items() if name in weights)
 
 
 @pytest.fixture
