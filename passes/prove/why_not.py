@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from itertools import dropwhile
 
 import torch
 from torch.fx import Node
@@ -65,28 +64,30 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node 
         op = "copy_" if root.op == "placeholder" else operation((base or root) if first.op == "placeholder" else first)
         detail = "its result replaces the whole cache; do this in eager code, between calls"
         return Refusal(Reason.unknown_write, role=role, op=op, detail=detail)
-    written_later = _read_before_write(values)
+    written_later = _read_before_write(root, values)
     if written_later is not None:
         return Refusal(Reason.read_before_write, role=role, source=cache_name(written_later))
     is_computed = bool(states_behind(root, later_states.__contains__))
     return Refusal(Reason.computed_from_cache if is_computed else Reason.no_cache, role=role)
 
 
-def _read_before_write(values: Sequence[Node]) -> Node | None:
-    """The input among ``values`` that the graph writes, if ``values`` have it from before its writes; None otherwise.
+def _read_before_write(root: Node, values: Sequence[Node]) -> Node | None:
+    """The input whose value before its write is in ``root``, and that is not written with ``root``; None without it.
 
     RecurrentGemma joins such an input with the new tokens, and attention reads both.
+
+    Args:
+        root: the origin of an operand of attention.
+        values: the nodes that give one number for each of its numbers, ``root`` included.
     """
     inputs = {node for node in values if node.op == "placeholder"}
-    if not inputs:
-        return None
-    graph = values[0].graph
-    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
-    kept = [*graph.output_node().all_input_nodes, *(copy.args[1] for copy in copies)]
-    for states in map(states_of, kept):
-        written = list(dropwhile(lambda state: state.target not in _CHANGING, states))
-        if states[0] in inputs and written and not set(written).intersection(values):
-            return states[0]
+    copies = root.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    kept = [*root.graph.output_node().all_input_nodes, *(copy.args[1] for copy in copies)]
+    for first, *later in map(states_of, kept) if inputs else ():
+        if first in inputs and not _CHANGING.isdisjoint(state.target for state in later):
+            changed = {root, *(node for node in values if node.target in _CHANGING and first_state(node) is first)}
+            if not states_behind(later[-1], changed.__contains__):
+                return first
     return None
 
 
@@ -94,7 +95,7 @@ def is_joined(root: Node) -> bool:
     """Whether ``root`` joins a cache that the graph writes or returns with another one, but not their channels."""
     if root.target is not aten.cat.default or arguments(root)[1] == len(shape_of(root)) - 1:
         return False
-    kept = {node for node in root.graph.output_node().args[0] if isinstance(node, Node)}
+    kept = {*root.graph.output_node().all_input_nodes}
     parts = [states for states in map(states_of, root.args[0]) if states[0].op == "placeholder" or kept & {*states}]
     has_cache = any(node.target in WRITE_OPS or node in kept for states in parts for node in states)
     return has_cache and len({states[0] for states in parts}) > 1

@@ -127,6 +127,7 @@ def new_tokens_are_joined_with_the_cache_before_the_write(
     q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
 ) -> Any:
     """RecurrentGemma: attention sees one token more than the cache holds."""
+    k, v = k * 2, v * 2
     keys, values = torch.cat([kc, k], 2), torch.cat([vc, v], 2)
     write(kc, k, pos), write(vc, v, pos)
     return sdpa(q, keys, values)
