@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,8 +180,19 @@ def saved(cache: Tensor) -> Tensor:
     return result
 
 
+def saved_to_a_file(cache: Tensor) -> Tensor:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cache.safetensors"
+        kvcompile.save_cache(cache, path)
+        result: Tensor = kvcompile.load_cache(path)
+    return result
+
+
+COPIES = {"clone": Tensor.clone, "deepcopy": copy.deepcopy, "torch.load": saved, "load_cache": saved_to_a_file}
+
+
 @all_orders
-@pytest.mark.parametrize("copied", [Tensor.clone, copy.deepcopy, saved], ids=["clone", "deepcopy", "torch.load"])
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
 @torch.no_grad()
 def test_copies_keep_the_order_of_dimensions_in_memory(copied: Callable[[Tensor], Tensor], order: Any) -> None:
     plain = in_memory(order, MAX_LEN).clone()
