@@ -138,31 +138,19 @@ def rewind(cache: Any, position: int | None = None) -> None:
         layer.cumulative_length.fill_(max(0, layer.max_cache_len - 2 * STEPS) if position is None else position)
 
 
-def time_steps(step: Callable[[], object], cache: Any, ranks: Ranks, repeats: int) -> Timing:
-    """The time of a decode step, from repeats of STEPS steps."""
+def time_steps(
+    step: Callable[[], object], prepare: Callable[[], object], num_steps: int, ranks: Ranks, repeats: int
+) -> Timing:
+    """The time of a step, from repeats of ``num_steps`` steps. ``prepare`` runs before the clock of each repeat."""
     seconds = []
     for _ in range(repeats + 1):  # the first repeat is not timed
-        rewind(cache)
-        step()
+        prepare()
         ranks.begin_together()
         begin = time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(num_steps):
             step()
         synchronize()
-        seconds.append((time.perf_counter() - begin) / STEPS)
-    return Timing.of(ranks.slowest(seconds[1:]), "wall clock")
-
-
-def time_prompts(read: Callable[[], object], cache: Any, ranks: Ranks, repeats: int) -> Timing:
-    """The time of a prompt that fills the cache."""
-    seconds = []
-    for _ in range(repeats + 1):  # the first repeat is not timed
-        rewind(cache, 0)
-        ranks.begin_together()
-        begin = time.perf_counter()
-        read()
-        synchronize()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append((time.perf_counter() - begin) / num_steps)
     return Timing.of(ranks.slowest(seconds[1:]), "wall clock")
 
 
@@ -248,13 +236,17 @@ def measure(job: Job, ranks: Ranks, args: argparse.Namespace) -> Measured:
         torch.compiler.cudagraph_mark_step_begin()
         return compiled(input_ids=ids, **with_cache(model, cache), logits_to_keep=1).logits
 
+    def begin_near_the_end() -> None:
+        rewind(cache)
+        step()
+
     logits = step().clone()
     if job.reads_prompt:
-        timing = time_prompts(step, cache, ranks, args.repeats)
+        timing = time_steps(step, lambda: rewind(cache, 0), 1, ranks, args.repeats)
     else:
         for _ in range(5):  # CUDA graphs are recorded
             step()
-        timing = time_steps(step, cache, ranks, args.repeats)
+        timing = time_steps(step, begin_near_the_end, STEPS, ranks, args.repeats)
     return Measured(logits, timing, kvcompile.cache_nbytes(cache), _packed_layers(cache))
 
 

@@ -59,7 +59,7 @@ class CacheSummary:
         source: Dynamo's name of the tensor (``L['past_key_values'].layers[0].keys``), or the name of its node.
         shape: logical shape, symbolic sizes as strings.
         dtype: logical dtype, e.g. ``bfloat16``.
-        format: registry name of its format, and its tokens in full precision: ``int4_per_channel (64 recent)``.
+        format: registry name of its format, and its tokens in full precision: ``int4_per_channel (1 to 64 recent)``.
         bytes_per_token_before: bytes per token and KV head of the logical dtype.
         bytes_per_token_after: bytes per token and KV head in the packed cache, metadata included.
         residual_bytes: further bytes per sequence and KV head, for recent and first tokens in full precision.

@@ -87,9 +87,13 @@ class Residual:
 
     @property
     def description(self) -> str:
-        """The numbers of recent and first tokens that are kept exactly, for people: ``64 recent, 64 first``."""
-        counts = {"recent": self.recent_blocks, "first": self.sink_blocks}
-        return ", ".join(f"{blocks * BLOCK_TOKENS} {word}" for word, blocks in counts.items() if blocks)
+        """The numbers of recent and first tokens that are kept exactly, for people: ``65 to 128 recent, 64 first``.
+
+        The newest block may hold a single token.
+        """
+        recent, first = (blocks * BLOCK_TOKENS for blocks in (self.recent_blocks, self.sink_blocks))
+        parts = [f"{recent - BLOCK_TOKENS + 1} to {recent} recent"] if recent else []
+        return ", ".join([*parts, f"{first} first"] if first else parts)
 
     def __str__(self) -> str:
         dtype = dtype_name(self.dtype)
@@ -149,7 +153,7 @@ class PackedLayout:
 
     @property
     def description(self) -> str:
-        """Format and residual for people, with counts of tokens: ``int4_per_channel (64 recent)``."""
+        """Format and residual for people, with counts of tokens: ``int4_per_channel (1 to 64 recent)``."""
         name = self.format_name.partition("@")[0]
         return name if self.residual is None else f"{name} ({self.residual.description})"
 

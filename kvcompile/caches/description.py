@@ -24,6 +24,7 @@ from kvcompile.packed.pool import PackedPool, exchanged
 from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedRanges, PackedStack
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.view_geometry import in_memory_order, order_of_clone
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -100,7 +101,7 @@ class Writer:
             description, data = _packed(tensor, name), tensor.packed
             self._add_basis(tensor.packed_layout.format.basis)
         elif type(tensor) is Tensor:
-            description, data = {"tensor": name}, tensor.detach()
+            description, data = {"tensor": name, **_memory_order(tensor)}, tensor.detach()
         else:
             raise CacheFileError(
                 f"save_cache: {name} is a {type(tensor).__name__}, neither packed nor a plain tensor; save a plain copy"
@@ -137,7 +138,14 @@ def _packed(cache: PackedTensor, name: str) -> dict[str, Any]:
         "start": meta.start,
         "growing": meta.growing,
         "shape": list(cache.shape),
+        **_memory_order(cache),
     }
+
+
+def _memory_order(tensor: Tensor) -> dict[str, Any]:
+    """The order of the dimensions in memory, from the outermost on, if it is not the default."""
+    order = order_of_clone(tensor) if tensor.layout is torch.strided else None
+    return {} if order is None else {"memory_order": order}
 
 
 def places_in_blocks(content: Any) -> dict[str, Any]:
@@ -260,7 +268,7 @@ class Reader:
             return self._pool(self.make(content["slots"]), content)
         data = self._tensors.pop(name).to(self._device)
         if kind == "tensor":
-            return data
+            return in_memory_order(data, _order(content, data.dim())) if "memory_order" in content else data
         return self._packed(data, content) if self._shard is None else self._split(data, content, self._shard)
 
     def _stack(self, parts: list[Any], content: Mapping[str, Any]) -> PackedStack:
@@ -309,7 +317,11 @@ class Reader:
         reason = layout.unsupported(dtype)
         if reason is not None:
             raise CacheFileError(f"{self._path}: {name}: no cache of {dtype} has the layout {layout.spec}: {reason}")
-        return PackedTensor.owning(data, CacheMeta(layout, dtype, axes, start, content["growing"] is True), shape)
+        cache = PackedTensor.owning(data, CacheMeta(layout, dtype, axes, start, content["growing"] is True), shape)
+        if "memory_order" not in content:
+            return cache
+        values = in_memory_order(torch.empty(shape, device="meta"), _order(content, len(shape)))
+        return cache.with_stride(values.stride())
 
     def _layout(self, content: Mapping[str, Any]) -> PackedLayout:
         spec, role, head_dim = content["layout"]
@@ -323,6 +335,14 @@ class Reader:
             f"{self._path}: {name} is described as {described}, but the file has {found}; "
             "damaged or from another kvcompile; compute it again from its prompt"
         )
+
+
+def _order(content: Mapping[str, Any], rank: int) -> list[int]:
+    """The order of the dimensions in memory; ValueError if it does not name each of ``rank`` dimensions once."""
+    order = [_count(dim) for dim in content["memory_order"]]
+    if sorted(order) != list(range(rank)):
+        raise ValueError(f"{shown(order)} is not an order of {rank} dimensions")
+    return order
 
 
 def _count(value: Any) -> int:

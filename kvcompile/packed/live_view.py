@@ -22,7 +22,7 @@ from kvcompile.packed.stack import PackedRanges, PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.packed.tracing import ends_functional_graph, is_functionalized
-from kvcompile.packed.view_geometry import ViewStep, frozen, geometry_of
+from kvcompile.packed.view_geometry import ViewStep, frozen, geometry_of, is_permuted
 
 aten = torch.ops.aten
 
@@ -158,11 +158,7 @@ def _as_strided(
     """A view with these strides of an equal plain cache. The offset counts from the cache's first element."""
     root, begin = _root_and_offset(viewed)
     if root is None or begin is None or (storage_offset is not None and begin != 0):
-        raise NotImplementedError(
-            "as_strided of this view of a packed KV cache: packed views report no storage offset, so the first element "
-            "is not known; call as_strided on the cache itself, or on a clone() of the view (a compiled function that "
-            "returns such a view calls it, too: return the clone)"
-        )
+        raise _unknown_begin(viewed)
     begin = begin if storage_offset is None else storage_offset
     if not root.data_is_traced and 0 not in size:
         last = begin + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
@@ -174,6 +170,20 @@ def _as_strided(
     return LiveView(root, (step,), _on_geometry(root, step.of), None if root.data_is_traced else begin)
 
 
+def _unknown_begin(viewed: PackedSubclass) -> NotImplementedError:
+    """The error of as_strided of a tensor whose first element is not known."""
+    if viewed.data_is_traced:
+        return NotImplementedError(
+            f"as_strided of a packed KV cache {tuple(viewed.shape)} in compiled code: a graph does not know where this "
+            "tensor begins in its cache; call as_strided on a clone() of it, or outside the compiled function"
+        )
+    return NotImplementedError(
+        "as_strided of this view of a packed KV cache: packed views report no storage offset, so the first element is "
+        "not known; call as_strided on the cache itself, or on a clone() of the view (a compiled function that returns "
+        "such a view calls it, too: return the clone)"
+    )
+
+
 def _root_and_offset(viewed: PackedSubclass) -> tuple[PackedSubclass | None, int | None]:
     """The cache behind ``viewed``, and the offset of the view's first element in it; None for an unknown item."""
     if isinstance(viewed, LiveView):
@@ -182,7 +192,7 @@ def _root_and_offset(viewed: PackedSubclass) -> tuple[PackedSubclass | None, int
     if isinstance(viewed, PackedTensor):
         root = viewed if viewed.place.root is None else viewed.place.root
         is_known = viewed.place.is_known or not viewed.data_is_traced
-        return (root, viewed.place.offset) if is_known and root.is_contiguous() else (None, None)
+        return (root, viewed.place.offset) if is_known and is_permuted(root) else (None, None)
     if isinstance(viewed, PackedPool) and (whole := viewed.slots.place.root) is not None:
         return (viewed, 0) if viewed.slots.shape == whole.shape and viewed.is_contiguous() else (None, None)
     return (viewed, 0) if viewed.is_contiguous() else (None, None)

@@ -98,6 +98,7 @@ class PackedSubclass(torch.Tensor):
     def __copy__(self) -> Tensor:
         return self.detach()
 
+    @not_traced
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             result = memo[id(self)] = self.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,17 @@ def stride_of_clone(x: Tensor) -> tuple[int, ...]:
     return torch.empty_like(geometry_of(x)).stride()
 
 
+def order_of_clone(x: Tensor) -> list[int] | None:
+    """The dimensions of a clone of ``x`` from the outermost to the innermost in memory; None if it is contiguous."""
+    clone = torch.empty_like(geometry_of(x))
+    return None if clone.is_contiguous() else memory_order(clone)
+
+
+def in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
+    """``x`` in memory without gaps, with its dimensions in ``order``, from the outermost to the innermost."""
+    return x.permute(tuple(order)).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
 def memory_order(x: Tensor) -> list[int]:
     """The dimensions of ``x`` from the outermost to the innermost in memory.
 
@@ -79,8 +91,7 @@ def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
 
     Every view of ``like`` is then a valid view of ``values``.
     """
-    order = memory_order(like)
-    return values.permute(order).contiguous().permute([order.index(dim) for dim in range(like.dim())])
+    return in_memory_order(values, memory_order(like))
 
 
 def strided_as(like: Tensor, values: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from kvcompile.passes.graph.aliases import may_leave, users_through_views
 from kvcompile.passes.graph.aten import RESHAPES, SAME_OPS, arguments, same_sizes, shape_of
 from kvcompile.passes.graph.index_map import IndexMap, follow
 from kvcompile.passes.graph.inline import behind_placeholders, insert_call, size_node
-from kvcompile.passes.graph.permutations import permutation
+from kvcompile.passes.graph.permutations import unpermuted
 from kvcompile.passes.graph.states import first_state
 
 aten = torch.ops.aten
@@ -231,12 +232,9 @@ def _is_same_dim(shape: Sequence[Any], dim: int, other: Sequence[Any], other_dim
 
 def _unpermuted(node: Node) -> tuple[Node, list[int]]:
     """The tensor that ``node`` permutes, and its dimension for each dimension of ``node``."""
-    order = list(range(len(shape_of(node))))
-    while node.target in SAME_OPS or permutation(node):
-        if found := permutation(node):
-            order = [found[at] for at in order]
-        node = node.args[0]
-    return node, order
+    letters = ascii_lowercase[: len(shape_of(node))]
+    tensor, axes, _ = unpermuted(node, letters)
+    return tensor, [axes.index(letter) for letter in letters]
 
 
 def _copied(node: Node) -> Node:

@@ -69,12 +69,12 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     Returns:
         The result of ``fn``, with nodes in place of tensors.
     """
-    symbols = symbol_nodes(graph).values()
+    symbols = symbol_nodes(graph)
     if symbols:
-        sizes = [size_node(graph, size) for size in _captured_sizes(fn)]
+        sizes = [size_node(graph, size, symbols) for size in _captured_sizes(fn)]
         fn, args = _with_sizes_first(fn, len(sizes)), (*sizes, *args)
     # All symbols of the graph are inputs of the trace, so that it can express the sizes that ``fn`` computes.
-    nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbols]
+    nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbols.values()]
     traced, is_copy = (_traced(graph, fn, args, nodes), False) if symbols else traced_once(graph, fn, args)
     return insert_operations(graph, traced, nodes, new_values=is_copy, known=shared_matrices(graph, traced))
 
@@ -257,21 +257,39 @@ def _copied(graph: Graph, node: Node, env: dict[Node, Node]) -> Node:
 def symbol_nodes(graph: Graph) -> dict[sympy.Symbol, Node]:
     """The nodes whose values are the graph's symbols: its symbolic integers, and numbers that it reads from tensors."""
     symbols: dict[sympy.Symbol, Node] = {}
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
-            symbols.setdefault(value.node.expr, node)
+    for symbol, node in _symbols(graph):
+        symbols.setdefault(symbol, node)
     return symbols
 
 
-def size_node(graph: Graph, size: int | torch.SymInt) -> Node | int:
-    """A node that computes ``size`` from the graph's symbolic inputs, or the number itself."""
+def _symbols(graph: Graph) -> Iterator[tuple[sympy.Symbol, Node]]:
+    """Each symbol of the graph with every node whose value it is, in the order of the graph."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+            yield value.node.expr, node
+
+
+def size_node(graph: Graph, size: int | torch.SymInt, symbols: Mapping[sympy.Symbol, Node] | None = None) -> Node | int:
+    """A node that computes ``size`` from the graph's symbolic inputs, or the number itself.
+
+    The node of a size that is a symbol is in the graph already. All other nodes are inserted.
+
+    Args:
+        graph: the graph that computes the size.
+        size: a number, or a symbolic size of the graph.
+        symbols: the result of :func:`symbol_nodes`, if the caller has it.
+    """
     size = _constant(size)
     if not isinstance(size, torch.SymInt):
         return size
     expr = expression_of(size)
+    if isinstance(expr, sympy.Symbol):
+        known = _symbols(graph) if symbols is None else symbols.items()
+        return next(node for symbol, node in known if symbol == expr)
+    symbols = symbol_nodes(graph) if symbols is None else symbols
     tracer = GraphAppendingTracer(graph)  # operations on two proxies need a common tracer
-    proxies = {symbol: Proxy(node, tracer) for symbol, node in symbol_nodes(graph).items()}
+    proxies = {symbol: Proxy(symbols[symbol], tracer) for symbol in expr.free_symbols}
     before = set(graph.nodes)
     result = sympy_interp(PythonReferenceAnalysis, proxies, expr).node
     for node in graph.nodes:

@@ -18,7 +18,7 @@ REPETITIONS = (aten.expand.default, aten.repeat.default)
 
 def permutes_dims(node: Node) -> bool:
     """Whether ``node`` permutes the dimensions of a cache."""
-    return len(permutation(node)) in (3, 4)
+    return len(_permutation(node)) in (3, 4)
 
 
 def repeats_sequence(node: Node, axes: str) -> bool:
@@ -35,26 +35,30 @@ def repeats_sequence(node: Node, axes: str) -> bool:
 
 def axes_before(node: Node, axes: str) -> str:
     """The order of the operand of ``node`` if ``node`` has the order ``axes``; the same unless ``node`` permutes it."""
-    order = permutation(node)
+    order = _permutation(node)
     return "".join(axes[order.index(dim)] for dim in range(len(order))) or axes
 
 
 def axes_after(node: Node, axes: str) -> str:
     """The order of ``node``, whose operand has the order ``axes``; the same unless ``node`` permutes it."""
-    return "".join(axes[dim] for dim in permutation(node)) or axes
+    return "".join(axes[dim] for dim in _permutation(node)) or axes
 
 
 def unpermuted(state: Node, axes: str) -> tuple[Node, str, tuple[Node, ...]]:
-    """The state that ``state`` is a copy or a permutation of, its order, and the nodes in between."""
+    """The state that ``state`` is a copy or a permutation of, its order, and the nodes in between.
+
+    ``state`` has the order ``axes``, one letter for each of its dimensions, which may be any letters; "" if only the
+    state and the nodes matter.
+    """
     nodes: list[Node] = []
-    while state.target in SAME_OPS or permutes_dims(state):
+    while state.target in SAME_OPS or _permutation(state):
         nodes.append(state)
         axes = axes_before(state, axes) if axes else axes
         state = state.args[0]
     return state, axes, tuple(nodes)
 
 
-def permutation(node: Node) -> list[int]:
+def _permutation(node: Node) -> list[int]:
     """The dimension of the input for each dimension of ``node``; [] if ``node`` does not permute dimensions."""
     if node.target not in (aten.permute.default, aten.transpose.int):
         return []

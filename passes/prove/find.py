@@ -65,6 +65,9 @@ from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
 
+_PERHAPS_COMPUTED = (Reason.no_cache, Reason.computed_from_cache, Reason.joined, Reason.read_before_write)
+"""The reasons to refuse an operand that may be computed from a cache in a way that can be packed."""
+
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -98,7 +101,7 @@ class CacheFinder:
         try:
             return self._attention(marker)
         except Refusal as refusal:
-            if refusal.reason not in (Reason.no_cache, Reason.computed_from_cache, Reason.joined):
+            if refusal.reason not in _PERHAPS_COMPUTED:
                 raise
             computed = self._attention_on_latents(marker) or self._attention_with_computed_keys(marker)
             if computed is None:

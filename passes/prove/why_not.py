@@ -8,7 +8,7 @@ page pools note their refusals at the input, and :func:`check_whole` raises such
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch.fx import Node
@@ -17,16 +17,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.compat.operators import OpOverload
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aliases import lead_apart
-from kvcompile.passes.graph.aten import SELECTIONS, VIEW_OPS, WRITE_OPS, arguments, shape_of
+from kvcompile.passes.graph.aten import LIST_OPS, SELECTIONS, VIEW_OPS, WRITE_OPS, arguments, shape_of
 from kvcompile.passes.graph.computed_from import states_behind
 from kvcompile.passes.graph.names import cache_name, operation, tensor_name, user_name
 from kvcompile.passes.graph.refused_inputs import noted_refusal
 from kvcompile.passes.graph.states import first_state, states_of
+from kvcompile.passes.prove.reorders import REORDERING
 from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
 
 _ARRANGING = WRITE_OPS | VIEW_OPS | SELECTIONS | {aten.copy.default}
+_CHANGING = WRITE_OPS.difference(REORDERING)
 _CODES = frozenset((torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2))
 
 
@@ -62,15 +64,38 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node], base: Node 
         op = "copy_" if root.op == "placeholder" else operation((base or root) if first.op == "placeholder" else first)
         detail = "its result replaces the whole cache; do this in eager code, between calls"
         return Refusal(Reason.unknown_write, role=role, op=op, detail=detail)
+    written_later = _read_before_write(root, values)
+    if written_later is not None:
+        return Refusal(Reason.read_before_write, role=role, source=cache_name(written_later))
     is_computed = bool(states_behind(root, later_states.__contains__))
     return Refusal(Reason.computed_from_cache if is_computed else Reason.no_cache, role=role)
+
+
+def _read_before_write(root: Node, values: Sequence[Node]) -> Node | None:
+    """The input whose value before its write is in ``root``, and that is not written with ``root``; None without it.
+
+    RecurrentGemma joins such an input with the new tokens, and attention reads both.
+
+    Args:
+        root: the origin of an operand of attention.
+        values: the nodes that give one number for each of its numbers, ``root`` included.
+    """
+    inputs = {node for node in values if node.op == "placeholder"}
+    copies = root.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    kept = [*root.graph.output_node().all_input_nodes, *(copy.args[1] for copy in copies)]
+    for first, *later in map(states_of, kept) if inputs else ():
+        if first in inputs and not _CHANGING.isdisjoint(state.target for state in later):
+            changed = {root, *(node for node in values if node.target in _CHANGING and first_state(node) is first)}
+            if not states_behind(later[-1], changed.__contains__):
+                return first
+    return None
 
 
 def is_joined(root: Node) -> bool:
     """Whether ``root`` joins a cache that the graph writes or returns with another one, but not their channels."""
     if root.target is not aten.cat.default or arguments(root)[1] == len(shape_of(root)) - 1:
         return False
-    kept = {node for node in root.graph.output_node().args[0] if isinstance(node, Node)}
+    kept = {*root.graph.output_node().all_input_nodes}
     parts = [states for states in map(states_of, root.args[0]) if states[0].op == "placeholder" or kept & {*states}]
     has_cache = any(node.target in WRITE_OPS or node in kept for states in parts for node in states)
     return has_cache and len({states[0] for states in parts}) > 1
@@ -108,7 +133,11 @@ def _values_of(node: Node) -> list[Node]:
 
     Broadcast operands of sums and products (scales and masks) and the operands of projections do not.
     """
-    operands = [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor)]
+    operands = [
+        operand
+        for operand in node.all_input_nodes
+        if isinstance(operand.meta.get("val"), torch.Tensor) or operand.target in LIST_OPS
+    ]
     if len(operands) < 2 or node.target in _ARRANGING:
         return operands
     if not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags:

@@ -135,7 +135,9 @@ def _scatter(reader: Reader, user: Node) -> State:
 
     def changed(part: PartIndex, value: Value) -> Value:
         new = reader.part(user, source, dims, part, rank - selects)
-        return Made(user, user.target, (value, new, state.dim_of_part(dim), *where))
+        place = (state.dim_of_part(dim), *where)
+        taken = aten.select.int if selects else aten.slice.Tensor
+        return value if _is_taken(new, taken, value, place) else Made(user, user.target, (value, new, *place))
 
     if dim not in state.dims:
         return state.map(changed)
@@ -149,6 +151,14 @@ def _scatter(reader: Reader, user: Node) -> State:
         return reader.part(user, source, dims, part[:at] + place + part[at + 1 :], rank - selects)
 
     return state.map(replaced)
+
+
+def _is_taken(new: Value, target: Any, value: Value, place: tuple[Any, ...]) -> bool:
+    """Whether ``new`` is the slice or index of ``value`` at ``place``. To put it back there changes nothing.
+
+    A write of keys through ``kv[:, :batch]`` also puts back the values of these sequences, as they are.
+    """
+    return isinstance(new, Made) and new.target is target and new.args == (value, *place)
 
 
 def _index(reader: Reader, user: Node) -> State:

@@ -138,7 +138,7 @@ def test_ranks_without_a_process_group_are_refused() -> None:
     [
         (
             "int4_per_channel[recent=1,sinks=1,float32]",
-            r"int4_per_channel \(64 recent, 64 first\) keeps tokens in full",
+            r"int4_per_channel \(1 to 64 recent, 64 first\) keeps tokens in full",
         ),
         ("turboquant_3bit_mean", "turboquant_3bit_mean is calibrated"),
     ],

@@ -406,7 +406,7 @@ UNSAFE: dict[Step, str] = {
     the_query_is_computed_from_it: "used_elsewhere",
     the_mask_is_computed_from_it: "used_elsewhere",
     the_cache_is_added_up: "used_elsewhere",
-    the_old_cache_is_rotated: "no_cache",
+    the_old_cache_is_rotated: "read_before_write",
     the_cache_is_scaled_afterwards: "written_after_read",
     the_values_are_computed_too: "computed_from_cache",
     other_heads_take_part: "computed_from_cache",

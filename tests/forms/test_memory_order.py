@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,8 +180,19 @@ def saved(cache: Tensor) -> Tensor:
     return result
 
 
+def saved_to_a_file(cache: Tensor) -> Tensor:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cache.safetensors"
+        kvcompile.save_cache(cache, path)
+        result: Tensor = kvcompile.load_cache(path)
+    return result
+
+
+COPIES = {"clone": Tensor.clone, "deepcopy": copy.deepcopy, "torch.load": saved, "load_cache": saved_to_a_file}
+
+
 @all_orders
-@pytest.mark.parametrize("copied", [Tensor.clone, copy.deepcopy, saved], ids=["clone", "deepcopy", "torch.load"])
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
 @torch.no_grad()
 def test_copies_keep_the_order_of_dimensions_in_memory(copied: Callable[[Tensor], Tensor], order: Any) -> None:
     plain = in_memory(order, MAX_LEN).clone()
@@ -191,6 +204,49 @@ def test_copies_keep_the_order_of_dimensions_in_memory(copied: Callable[[Tensor]
     torch.testing.assert_close(twin.dequantize(), plain_twin, rtol=0, atol=0.1)
     torch.testing.assert_close(cache.dequantize(), plain, rtol=0, atol=0.1)
     assert cache.clone(memory_format=torch.contiguous_format).is_contiguous()
+
+
+AS_STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "the cache": lambda c: c.as_strided((3, 7), (1, 20), 50),
+    "the cache itself": lambda c: c.as_strided(c.shape, c.stride()),
+    "tokens": lambda c: c[:, :, 5:9].as_strided((40,), (1,)),
+    "a transposed cache": lambda c: c.transpose(1, 2).as_strided((2, 5), (7, 1), 3),
+    "a head": lambda c: c[:, 1].as_strided((9,), (2,)),
+}
+
+
+@all_orders
+@pytest.mark.parametrize("view", AS_STRIDED.values(), ids=AS_STRIDED.keys())
+@torch.no_grad()
+def test_as_strided_counts_elements_in_the_order_of_the_memory(
+    view: Callable[[Tensor], Tensor], order: tuple[int, ...]
+) -> None:
+    plain = in_memory(order, MAX_LEN).clone()
+    cache = PackedTensor.from_dense(plain, PackedLayout("float32", "key", HEAD_DIM)).with_stride(plain.stride())
+    seen, expected = view(cache), view(plain)
+    assert torch.equal(seen.clone(), expected)
+    for x in (seen, expected):
+        x.mul_(2)
+    assert torch.equal(seen.clone(), expected)
+    assert torch.equal(cache.dequantize(), plain)
+
+
+@all_orders
+@torch.no_grad()
+def test_compiled_code_calls_as_strided_on_a_clone_and_the_error_without_it_says_so(order: tuple[int, ...]) -> None:
+    def of_a_clone(cache: Tensor) -> Tensor:
+        return cache.clone().as_strided((3, 7), (1, 20), 50) * 2
+
+    def of_the_cache(cache: Tensor) -> Tensor:
+        return cache.as_strided((3, 7), (1, 20), 50) * 2
+
+    plain = in_memory(order, MAX_LEN).clone()
+    cache = PackedTensor.from_dense(plain, PackedLayout("float32", "key", HEAD_DIM)).with_stride(plain.stride())
+    assert torch.equal(compiled(of_a_clone)(cache), of_the_cache(plain))
+    with pytest.raises(Exception, match=r"as_strided of a packed KV cache \(2, 3, 70, 32\) in compiled code") as caught:
+        compiled(of_the_cache)(cache)
+    (line,) = (line for line in str(caught.value).splitlines() if "in compiled code" in line)
+    assert "call as_strided on a clone() of it, or outside the compiled function" in line
 
 
 @torch.no_grad()

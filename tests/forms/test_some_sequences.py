@@ -14,6 +14,7 @@ from policies import reading_packed
 from torch import Tensor
 
 from kvcompile import last_report
+from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.policy.policy import Policy
 
@@ -23,9 +24,11 @@ POLICIES = ["int8_per_token_head", "int4", "turboquant_4bit_nc"]
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def compiled(step: Callable[..., Any], policy: str = POLICIES[0], **how: Any) -> Callable[..., Any]:
+def compiled(
+    step: Callable[..., Any], policy: str = POLICIES[0], dynamic: bool | None = None, **how: Any
+) -> Callable[..., Any]:
     options = {"policy": reading_packed(policy), "on_unsupported": "error", **how}
-    return torch.compile(step, backend="kvquant", options=options)
+    return torch.compile(step, backend="kvquant", options=options, dynamic=dynamic)
 
 
 def packed_copy(cache: Tensor, role: str, policy: str, axes: str) -> PackedTensor:
@@ -225,3 +228,65 @@ def test_a_piece_of_a_split_of_sequences_or_tokens_serves_as_keys_and_values(dim
     new = torch.randn(MAX_BATCH, NUM_HEADS, 5, HEAD_DIM)
     torch.testing.assert_close(compiled(step)(q, new, cache), step(q, new, expected), rtol=1e-3, atol=1e-3)
     assert isinstance(cache, PackedTensor)
+
+
+Stacked = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Takes query, keys and values [batch, heads, n, head_dim], a stack of caches, and the positions of the new tokens."""
+
+
+def attend_heads_first(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+
+def roles_before_sequences(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, pos: Tensor) -> Tensor:
+    keys, values = kv[:, : q.shape[0]]
+    keys.index_copy_(2, pos, k)
+    values[:, :, pos] = v
+    return attend_heads_first(q, keys, values)
+
+
+def roles_behind_sequences(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, pos: Tensor) -> Tensor:
+    end = 1 + q.shape[0]
+    kv[1:end, 0, :, 5 : 5 + k.shape[2]] = k
+    kv[1:end, 1].index_copy_(2, pos, v)
+    return attend_heads_first(q, kv[1:end, 0], kv[1:end, 1])
+
+
+def all_layers(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, pos: Tensor) -> Tensor:
+    """The write of a layer puts the sequences of all layers back, after attention has read the layers before."""
+    some = kv[:, :, : q.shape[0]]
+    for keys, values in zip(*some, strict=True):
+        keys[:, :, pos], values[:, :, pos] = k, v
+        q = q + attend_heads_first(q, keys, values)
+    return q
+
+
+def all_layers_at_once(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, pos: Tensor) -> Tensor:
+    some = kv[:, :, : q.shape[0]]
+    for layer in range(2):
+        some[:, layer, :, :, pos] = torch.stack([k, v])
+        q = q + attend_heads_first(q, *some[:, layer])
+    return q
+
+
+CACHE = (MAX_BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM)
+STACKED: dict[Stacked, tuple[int, ...]] = {
+    roles_before_sequences: (2, *CACHE),
+    roles_behind_sequences: (MAX_BATCH, 2, *CACHE[1:]),
+    all_layers: (2, 2, *CACHE),
+    all_layers_at_once: (2, 2, *CACHE),
+}
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("step", "shape"), STACKED.items(), ids=lambda given: getattr(given, "__name__", ""))
+def test_some_sequences_of_a_stack_are_written_and_read(step: Stacked, shape: tuple[int, ...], dynamic: bool) -> None:
+    kv, batch = torch.randn(shape), 2
+    expected, pos = kv.clone(), torch.tensor([5, 6])
+    q, k, v = (torch.randn(batch, heads, 2, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+    with torch.no_grad():
+        run = compiled(step, "float32", dynamic=dynamic)
+        torch.testing.assert_close(run(q, k, v, kv, pos), step(q, k, v, expected, pos), rtol=1e-4, atol=1e-5)
+    assert isinstance(kv, PackedStack)
+    torch.testing.assert_close(kv.dequantize(), expected, rtol=0, atol=0)

@@ -12,6 +12,8 @@ from fuzz.fault import Fault, Faulty, collecting
 from kvcompile.passes.graph.permutations import REPETITIONS
 from kvcompile.passes.prove import find, masked, reorders, writes
 from kvcompile.passes.rewrite import caches
+from kvcompile.passes.stacks import rules
+from kvcompile.passes.stacks.values import Made
 
 aten = ops.aten
 
@@ -70,3 +72,11 @@ def an_expansion_to_the_same_size_repeats_the_first_sequence(original: Faulty) -
 @fault(find, "is_written_before")
 def sequences_that_are_selected_may_be_repeated(original: Faulty) -> Faulty:
     return lambda repetition: False
+
+
+@fault(rules, "_is_taken")
+def sequences_of_a_stack_may_be_put_back_in_another_place(original: Faulty) -> Faulty:
+    def faulty(new: Any, target: Any, value: Any, place: Any) -> bool:
+        return isinstance(new, Made) and new.target is target and new.args[0] == value
+
+    return faulty

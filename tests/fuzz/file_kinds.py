@@ -121,7 +121,9 @@ def _write_cache(path: Path) -> None:
     stack = PackedStack.of_parts([values, values.clone()], (2,), (0,))
     pool = PackedPool.from_dense(x[0, :, :64].reshape(4, 16, 3, 64), layouts[1])
     caches = {"keys": keys, "values": values, "view": values[:, 1:, 3:], "stack": stack, "pool": pool}
-    kvcompile.save_cache({**caches, "plain": x[0, 0], "length": 70}, path)
+    turned = values.clone().with_stride(x.transpose(1, 2).contiguous().transpose(1, 2).stride())
+    plain = {"plain": x[0, 0], "turned plain": x[0, 0].t()}
+    kvcompile.save_cache({**caches, "turned": turned, **plain, "length": 70}, path)
 
 
 def _write_hugging_face_cache(path: Path) -> None:
@@ -166,6 +168,8 @@ def _cache_fault(result: Any, signed: bool) -> str:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor) and one.stride() != other.stride():
+        return False
     if isinstance(one, PackedTensor) and isinstance(other, PackedTensor):
         return one.cache_meta == other.cache_meta and torch.equal(one.packed, other.packed)
     if isinstance(one, PackedSubclass) and isinstance(other, PackedSubclass):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuzz.probe import B, H, Probe, caches, collecting, sdpa, tokens
+from fuzz.probe import B, D, H, Probe, S, caches, collecting, sdpa, tokens
 
 SEQUENCES: list[Probe] = []
 shows = collecting(SEQUENCES)
@@ -106,3 +106,14 @@ def the_second_sequence_is_repeated(compile: Any, new: Any) -> Iterator[Any]:
 
     run, (kc, vc) = compile(step), caches(new)
     yield run(*tokens(new), kc, vc, new.range(3, 4), new.range(1, 2))
+
+
+@shows("sequences of a stack may be put back in another place")
+def the_last_sequence_of_a_stack_replaces_the_first(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kv, pos):
+        kv[:, :1] = kv[:, 1:]
+        kv[0].index_copy_(2, pos, k), kv[1].index_copy_(2, pos, v)
+        return sdpa(q, kv[0], kv[1])
+
+    run, kv = compile(step), new(2, B, H, S, D)
+    yield run(*tokens(new), kv, new.range(3, 4)), kv

@@ -78,6 +78,19 @@ def test_views_are_saved_alone(view: Any, file: Path) -> None:
     assert_equal(saved_and_loaded(view(cache), file), view(cache))
 
 
+@pytest.mark.parametrize("growing", [False, True])
+def test_tensors_keep_the_order_of_their_dimensions_in_memory(growing: bool, file: Path) -> None:
+    plain = torch.randn(2, 70, 3, HEAD_DIM).transpose(1, 2)
+    packed = PackedTensor.from_dense(plain, PackedLayout(NAMES[0], "key", HEAD_DIM), growing=growing)
+    for cache in (packed.with_stride(plain.stride()), plain, plain[:, :2, 5:40]):
+        loaded = saved_and_loaded(cache, file)
+        assert_equal(loaded, cache)
+        assert loaded.stride() == cache.clone().stride()
+        assert content_of(file)["memory_order"] == [0, 2, 1, 3]
+    assert_equal(saved_and_loaded(packed, file), packed)
+    assert "memory_order" not in content_of(file), "earlier files describe contiguous tensors alike"
+
+
 def test_caches_with_a_residual_come_back(file: Path) -> None:
     formats = kvcompile.Policy.load({"default": {"dtype": "int4"}, "sink_tokens": 64}).formats_for("", 0, 1)
     assert formats is not None
@@ -296,6 +309,9 @@ WRONG_DESCRIPTIONS = {
     "a start before the block": {"start": -1},
     "too few sizes": {"shape": [2, 3]},
     "no layout": {"layout": None},
+    "an order in memory with a dimension twice": {"memory_order": [0, 1, 1, 3]},
+    "an order in memory of too few dimensions": {"memory_order": [0, 1, 2]},
+    "no order in memory": {"memory_order": None},
 }
 
 

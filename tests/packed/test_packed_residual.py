@@ -18,6 +18,7 @@ from kvcompile.packed.growing_buffer import capacity_blocks
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.memory import cache_nbytes
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.site import FormatPair
 
 FP32 = torch.float32
 # The float32 format loses nothing, so the cache must equal a plain cache wherever a token is stored.
@@ -179,6 +180,32 @@ def test_recent_and_first_tokens_are_exact_and_the_others_near(layout, growing):
     first, recent = residual.sink_blocks * BLOCK_TOKENS, (5 - residual.recent_blocks) * BLOCK_TOKENS
     assert exact_tokens(cache, plain) == {*range(first), *range(recent, 300)}
     assert (cache - plain).norm() < 0.15 * plain.norm()
+
+
+@pytest.mark.parametrize(
+    ("pair_of_formats", "text"),
+    [
+        (FormatPair("int4_per_token_head", "int4_per_token_head", residual_length=16), "1 to 64 recent"),
+        (FormatPair("int4_per_channel", "int4_per_token_head"), "1 to 64 recent"),
+        (FormatPair("int4_per_token_head", "int4_per_token_head", residual_length=128), "65 to 128 recent"),
+        (FormatPair("int4_per_token_head", "int4_per_token_head", 65, sink_tokens=1), "65 to 128 recent, 64 first"),
+        (FormatPair("int4_per_token_head", "int4_per_token_head", sink_tokens=64), "64 first"),
+    ],
+)
+def test_a_layout_says_for_people_how_many_tokens_are_exact(pair_of_formats, text):
+    layout = pair_of_formats.layout("key", HEAD_DIM, FP32)
+    assert layout.description == f"{layout.format_name} ({text})"
+    counts = set()
+    for tokens in (257, 300, 320):  # the newest block holds one token, some tokens, and all of its tokens
+        exact = exact_tokens(*pair(layout, tokens=tokens))
+        first = set(range(64)) if "first" in text else set()
+        assert first <= exact
+        counts.add(len(exact - first))
+    if "recent" in text:
+        least, most = text.split(" recent")[0].split(" to ")
+        assert (min(counts), max(counts)) == (int(least), int(most))
+    else:
+        assert counts == {0}
 
 
 def written(layout: PackedLayout, x: Tensor, chunks: list[int]) -> PackedTensor:

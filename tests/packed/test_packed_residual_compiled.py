@@ -154,7 +154,7 @@ def test_the_report_names_the_tokens_in_full_precision_and_their_bytes() -> None
     run(input_ids=torch.randint(0, 97, (2, 3)), past_key_values=cache)
     (site,) = last_report().sites
     key, value = site.caches
-    assert (key.format, value.format) == ("int4_per_channel (64 recent)", "int4_per_token_head")
+    assert (key.format, value.format) == ("int4_per_channel (1 to 64 recent)", "int4_per_token_head")
     assert (key.bytes_per_token_after, value.bytes_per_token_after) == (36, 36)
     layout = cache.layers[0].keys.packed_layout
     assert key.residual_bytes == layout.header_blocks * layout.block_bytes >= 65 * 128

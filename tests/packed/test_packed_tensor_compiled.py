@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -209,3 +211,18 @@ def test_a_refused_graph_may_crop_its_packed_cache():
             torch.testing.assert_close(out, reference)  # these tokens are in full precision
             kinds.append(type(cache[0]))
     assert kinds == [PackedTensor] + [torch.Tensor] * 10
+
+
+@pytest.mark.parametrize("make_cache", [fixed, growing, lambda: fixed()[..., :8]], ids=["fixed", "growing", "channels"])
+def test_a_deep_copy_breaks_the_graph_and_is_a_tensor_of_its_own(make_cache):
+    def step(cache):
+        twin = copy.deepcopy(cache)
+        twin.zero_()
+        return twin, cache + 1
+
+    cache = make_cache()
+    before = cache.clone() * 1
+    twin, result = torch.compile(step, backend="aot_eager")(cache)
+    assert not (twin * 1).any()
+    assert torch.equal(cache * 1, before)
+    assert torch.equal(result, before + 1)

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.passes.graph import inline as inlining
-from kvcompile.passes.graph.inline import inline
+from kvcompile.passes.graph.inline import inline, size_node
 
 
 @pytest.fixture
@@ -146,3 +146,19 @@ def test_a_function_may_capture_any_symbolic_size() -> None:
     for rows in (5, 9):
         value = torch.randn(rows, 4)
         torch.testing.assert_close(gm(value), value[0] + 3 * max(rows - 7, 0) + 2 * rows)
+
+
+def test_a_size_that_is_a_symbol_needs_no_new_node() -> None:
+    gm = make_fx(lambda x: x * x.shape[0], tracing_mode="symbolic")(torch.randn(5, 4))
+    x, output = next(iter(gm.graph.nodes)), gm.graph.output_node()
+    num_rows = x.meta["val"].shape[0]
+    before = list(gm.graph.nodes)
+    with gm.graph.inserting_before(output):
+        own = size_node(gm.graph, num_rows)
+        assert list(gm.graph.nodes) == before
+        assert own in before
+        assert str(own.meta["val"]) == str(num_rows)
+        twice = size_node(gm.graph, num_rows * 2)
+    assert [node for node in gm.graph.nodes if node not in before] == [twice]
+    assert own in twice.all_input_nodes
+    assert twice.meta["val"] == 2 * num_rows

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from refused_steps import REFUSED, UNSAFE, B, D, H, S, cache_summed_up, sdpa, write
+from refused_steps import (
+    REFUSED,
+    UNSAFE,
+    B,
+    D,
+    H,
+    S,
+    cache_summed_up,
+    new_tokens_are_joined_with_the_cache_before_the_write,
+    sdpa,
+    write,
+)
 from torch import Tensor
 
 from kvcompile import last_report
@@ -335,6 +346,14 @@ def test_a_part_of_a_stack_that_is_read_before_it_is_written_is_named() -> None:
     q, k, v, kc, vc, pos = inputs()
     run(fn, [q, k, v, torch.stack([kc, vc]), pos], on_unsupported="ignore")
     assert [site.reason for site in last_report().sites] == ["its key cache kv[0] is read before it is written"]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_cache_that_is_joined_with_new_tokens_before_its_write_is_named() -> None:
+    run(new_tokens_are_joined_with_the_cache_before_the_write, inputs(), on_unsupported="ignore")
+    (site,) = last_report().sites
+    assert site.reason == "its key cache kc is read before it is written"
+    assert site.remedy == "write the new keys and values before attention reads the cache"
 
 
 @pytest.mark.usefixtures("without_code_generation")

@@ -122,3 +122,37 @@ def test_keys_that_replace_all_of_an_input_are_a_cache(
     graph = make_fx(torch.func.functionalize(make))(torch.empty(B, H, S, D), torch.empty(B, H, 1, D)).graph
     drop_whole_copies(graph)
     assert no_cache(graph.output_node().args[0], "key", later_states=()).reason is reason
+
+
+def joined_before_the_write(cache: Tensor, new: Tensor) -> Tensor:
+    keys = torch.cat([cache, new], 2)
+    cache[:, :, 3:4] = new
+    return keys
+
+
+def joined_and_written_through_a_transpose(cache: Tensor, new: Tensor) -> Tensor:
+    view = cache.transpose(1, 2)
+    keys = torch.cat([view, new.transpose(1, 2) * 2], 1)
+    view[:, 3:4] = new.transpose(1, 2) * 2
+    return keys
+
+
+def changed_and_put_back(cache: Tensor, new: Tensor) -> Tensor:
+    keys = cache[:1].index_copy(2, torch.tensor([3]), new[:1])
+    cache[:1] = keys
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (joined_before_the_write, Reason.read_before_write),
+        (joined_and_written_through_a_transpose, Reason.read_before_write),
+        (changed_and_put_back, Reason.no_cache),
+    ],
+)
+def test_a_cache_is_read_before_its_write_if_it_is_not_written_with_what_is_read(
+    make: Callable[[Tensor, Tensor], Tensor], reason: Reason
+) -> None:
+    graph = make_fx(torch.func.functionalize(make))(torch.empty(B, H, S, D), torch.empty(B, H, 1, D)).graph
+    assert no_cache(graph.output_node().args[0], "key", later_states=()).reason is reason

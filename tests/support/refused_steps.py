@@ -123,6 +123,31 @@ def attention_before_the_write(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: 
     return sdpa(q, kc, vc, torch.arange(S)[None] <= pos), before
 
 
+def new_tokens_are_joined_with_the_cache_before_the_write(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    """RecurrentGemma: attention sees one token more than the cache holds."""
+    k, v = k * 2, v * 2
+    keys, values = torch.cat([kc, k], 2), torch.cat([vc, v], 2)
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, keys, values)
+
+
+def new_tokens_are_joined_and_written_out_of_place(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    keys, values = torch.cat([kc, k], 2), torch.cat([vc, v], 2)
+    return sdpa(q, keys, values), kc.index_copy(2, pos, k), vc.index_copy(2, pos, v)
+
+
+def keys_before_the_write_get_rope(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    one, other = kc.chunk(2, -1)
+    angles = torch.arange(S)[:, None] * torch.linspace(1, 0.01, D // 2)
+    keys = torch.cat([one * angles.cos() - other * angles.sin(), other * angles.cos() + one * angles.sin()], -1)
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, keys, vc)
+
+
 def write_after_the_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     write(kc, k, pos), write(vc, v, pos)
     out = sdpa(q, kc, vc)
@@ -265,6 +290,9 @@ def new_rows_of_two_returned_caches_are_joined(
 
 UNSAFE: dict[Callable[..., Any], str] = {
     attention_before_the_write: "used_elsewhere",
+    new_tokens_are_joined_with_the_cache_before_the_write: "read_before_write",
+    new_tokens_are_joined_and_written_out_of_place: "read_before_write",
+    keys_before_the_write_get_rope: "read_before_write",
     write_after_the_read: "written_after_read",
     other_keys_are_read: "unknown_read",
     old_keys_are_read: "read_before_write",
