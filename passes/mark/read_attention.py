@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.compat.pytree import tree_leaves
 from kvcompile.passes.mark.axes import Axis, Layout, axes_of, regroup
 from kvcompile.passes.mark.calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, Call, value_of
+from kvcompile.passes.mark.equal_masks import as_bools, select_alike
 from kvcompile.passes.mark.products import Product
 from kvcompile.passes.mark.read_scores import (
     Context,
@@ -96,7 +97,7 @@ def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
     if isinstance(subject, Weights):
         if call.name == "nan_to_num" and call.get("nan") in (None, 0):
             return replace(subject, hidden_rows_are_zero=True)
-        if call.name in ("masked_fill", "where"):
+        if call.name in ("masked_fill", "where", "mul"):
             return _with_zeros(call, subject, context)
         raise NotUnderstood(f"{call.name} is applied to its weights")
     if isinstance(subject, LogWeights):
@@ -342,24 +343,35 @@ def _softmax(scores: Scores, layout: Layout, axis: str | None, nodes: frozenset[
 def _with_zeros(call: Call, weights: Weights, context: Context) -> Weights:
     """Weights with zeros for masked keys. Only rows without a visible key change: their output becomes 0.
 
-    The mask must be the mask of the scores, and nothing else may change the scores. Another mask or bias could hide the
-    remaining keys of a row, and the weights of this row would not become 0.
+    The mask must equal the mask of the scores, and nothing else may change the scores. Another mask or bias could hide
+    the remaining keys of a row, and the weights of this row would not become 0. A factor of 0 keeps NaN, so it changes
+    nothing where -inf hides keys.
     """
-    mask, where, value = filling(call, weights, context)
+    mask, where, value = _zeroing(call, weights, context)
     scores, steps = weights.scores, weights.scores.bias
     step = steps[0] if len(steps) == 1 else None
     is_mask_of_scores = (
         isinstance(step, Fill)
-        and step.operand.node is mask
-        and step.where == where
+        and isinstance(mask, Node)
         and step.operand.layout == context.operand(mask, weights.layout).layout
-        and not context.is_changed(mask)
+        and select_alike(step.operand.node, step.where, mask, where, context.is_changed)
     )
     if not is_mask_of_scores or scores.sink is not None or context.constant(value) != 0:
         raise NotUnderstood(f"{call.name} is applied to its weights")
     assert isinstance(step, Fill)
+    if call.name == "mul" and step.value == -math.inf:
+        return weights
     scores = replace(scores, bias=(replace(step, value=-math.inf),))
     return replace(weights, scores=scores, hidden_rows_are_zero=True)
+
+
+def _zeroing(call: Call, weights: Weights, context: Context) -> tuple[Any, bool, Any]:
+    """The mask of ``call`` on weights, the value that selects the new number, and this number."""
+    if call.name != "mul":
+        return filling(call, weights, context)
+    is_first = context.values.get(call.get("input")) is weights
+    factor = call.get("other") if is_first else call.get("input")
+    return as_bools(factor, context.is_changed), False, 0
 
 
 def _read_exponentials(call: Call, subject: Exponentials, context: Context) -> Known | None:

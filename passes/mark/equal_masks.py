@@ -1,0 +1,83 @@
+"""Decide whether two masks of Dynamo's graph are equal, although the model may compute each of them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from kvcompile.passes.mark.calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, read_call, value_of
+from kvcompile.passes.mark.read_scalars import ELEMENTWISE
+
+IsChanged = Callable[[Node], bool]
+"""Whether anything in the graph changes the tensor of a node in place."""
+
+_DETERMINED = (
+    ELEMENTWISE | VIEWS | PERMUTATIONS | {"arange", "getitem", "size", "shape", "tril", "triu", "ones", "zeros"}
+)
+"""Operations whose result depends on nothing but their arguments."""
+
+_INVERSIONS = frozenset(("invert", "logical_not", "bitwise_not", "not_"))
+
+
+def as_bools(mask: Any, is_changed: IsChanged) -> Any:
+    """The bool tensor that ``mask`` casts to numbers, or ``mask`` itself; None if its numbers may not be bools."""
+    while isinstance(value_of(mask), Tensor) and value_of(mask).dtype is not torch.bool:
+        call = read_call(mask)
+        if call is None or call.name not in CASTS or is_changed(mask):
+            return None
+        mask = call.get("input")
+    return mask if isinstance(value_of(mask), Tensor) else None
+
+
+def select_alike(one: Any, one_where: bool, other: Any, other_where: bool, is_changed: IsChanged) -> bool:
+    """Whether mask ``one`` is ``one_where`` exactly where mask ``other`` is ``other_where``."""
+    one, one_is_inverted = _without_inversions(one, is_changed)
+    other, other_is_inverted = _without_inversions(other, is_changed)
+    is_same_side = (one_where ^ one_is_inverted) == (other_where ^ other_is_inverted)
+    return is_same_side and _computed_alike(one, other, is_changed)
+
+
+def _without_inversions(mask: Any, is_changed: IsChanged) -> tuple[Any, bool]:
+    """The mask that ``mask`` inverts, perhaps several times, and whether ``mask`` is its inverse."""
+    is_inverted = False
+    while isinstance(mask, Node) and not is_changed(mask):
+        call = read_call(mask)
+        source = call.get("input") if call is not None else None
+        if call is None or not isinstance(value_of(source), Tensor) or value_of(source).dtype is not torch.bool:
+            break
+        is_zero = call.name == "eq" and call.get("extra") in ((0,), (False,))
+        if call.name in _INVERSIONS or is_zero:
+            is_inverted = not is_inverted
+        elif call.name not in SAME_VALUE:
+            break
+        mask = source
+    return mask, is_inverted
+
+
+def _computed_alike(one: Any, other: Any, is_changed: IsChanged) -> bool:
+    """Whether two arguments are the same value, or are computed from the same values by the same operations."""
+    if isinstance(one, Node) and isinstance(other, Node):
+        if is_changed(one) or is_changed(other):
+            return False
+        call = read_call(one)
+        is_determined = call is not None and call.name in _DETERMINED and one.target == other.target
+        return one is other or (
+            is_determined
+            and _computed_alike(one.args, other.args, is_changed)
+            and _computed_alike(dict(one.kwargs), dict(other.kwargs), is_changed)
+        )
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(
+            _computed_alike(a, b, is_changed) for a, b in zip(one, other, strict=True)
+        )
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_computed_alike(one[key], other[key], is_changed) for key in one)
+    if isinstance(one, slice):
+        return _computed_alike((one.start, one.stop, one.step), (other.start, other.stop, other.step), is_changed)
+    return bool(one == other)
