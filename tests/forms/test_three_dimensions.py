@@ -55,6 +55,9 @@ MERGED: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "heads that are merged, then repeated": ((2, 3, S, D), lambda cache: cache.flatten(0, 1).repeat_interleave(2, 0)),
     "expanded heads": ((2, 3, S, D), lambda cache: cache[:, :, None].expand(-1, -1, 2, -1, -1).reshape(-1, S, D)),
     "repeated heads of one sequence": ((1, 6, S, D), lambda cache: cache.squeeze(0).repeat_interleave(2, 0)),
+    "the only sequence": ((1, 6, S, D), lambda cache: cache[0].repeat_interleave(2, 0)),
+    "the only sequence, from the last": ((1, 6, S, D), lambda cache: cache[-1].repeat_interleave(2, 0)),
+    "the only head": ((12, 1, S, D), lambda cache: cache[:, 0]),
     "repeated heads of a cache without a batch": ((6, S, D), lambda cache: cache.repeat_interleave(2, 0)),
     "one head of one sequence": ((1, S, D), lambda cache: cache.expand(12, -1, -1)),
 }
