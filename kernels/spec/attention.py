@@ -248,8 +248,22 @@ def _attend_dequantized(
 ) -> Tensor:
     """PyTorch's attention of scaled queries on dequantized tokens. Tokens of rotated formats stay rotated."""
     q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new, factors)
+    if mask is not None and mask.dtype == torch.bool:
+        k = _without_hidden_keys(k, mask, q.shape[1])
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
     return _unrotated(out, v_layout)
+
+
+def _without_hidden_keys(k: Tensor, mask: Tensor, num_heads: int) -> Tensor:
+    """Keys, with zeros in place of keys that a bool mask hides from all queries of their KV head.
+
+    PyTorch's attention on a CPU adds -inf to the score of a hidden key. The sum is NaN if the score is NaN or inf, as
+    for places of an uninitialised cache that were never written. Kernels replace the score, and have no such sum.
+    """
+    seen = mask.expand(*(1,) * (4 - mask.ndim), *mask.shape).any(2)  # [batch or 1, num_heads or 1, kv_len or 1]
+    if mask.ndim > 2 and mask.shape[-3] == num_heads:
+        seen = seen.unflatten(1, (k.shape[1], -1)).any(2)
+    return torch.where(seen.unsqueeze(-1), k, 0.0)
 
 
 def _dequantized_operands(

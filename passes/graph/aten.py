@@ -74,13 +74,16 @@ def view_chain(operand: Node, stop: frozenset[Node]) -> tuple[Node, tuple[Node, 
 def is_view(node: Node) -> bool:
     """Whether ``node`` views its operand: by a view op, or as a piece of a split that keeps the last dimension whole.
 
-    The list of pieces is a view, too.
+    The list of pieces is a view, too. The only index of a dimension views all of its operand, as ``squeeze`` does.
     """
     if node.target is operator.getitem:
         return node.args[0].target in _SPLITS and is_view(node.args[0])
     if node.target in _SPLITS:
         whole, _, dim = arguments(node)
         return bool(dim != len(shape_of(whole)) - 1)
+    if node.target is aten.select.int:
+        whole, dim, _ = arguments(node)
+        return bool(statically_known_true(shape_of(whole)[dim] == 1))
     return node.op == "call_function" and node.target in VIEW_OPS
 
 

@@ -17,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.operators import flex_attention, scaled_dot_product_attention
 from kvcompile.compat.tensors import is_transformed
 from kvcompile.passes.graph.modules import module_name
 from kvcompile.passes.mark.calls import value_of
 from kvcompile.passes.mark.match import match_attention
+from kvcompile.passes.mark.products import num_heads_in, repeats_heads
 from kvcompile.passes.mark.read_flex import write_flex_marker
 from kvcompile.passes.mark.values import WrittenAttention
 from kvcompile.passes.mark.write_marker import write_marker
@@ -91,13 +93,29 @@ def _read_sdpa(writer: GraphWriter, node: Node) -> Marker:
 def _write_sdpa(writer: GraphWriter, marker: Marker) -> Node:
     """Insert ``marker``; returns its output.
 
-    Attention of three dimensions has a single head in every batch. With ``enable_gqa``, it has a single batch.
+    Attention of three dimensions holds batch * heads in the first, and a view nearby may tell the number of heads. If
+    none does, attention has a single head in every batch. It has a single batch with ``enable_gqa``, or if its keys are
+    repeated. Attention is the same computation for every batch and head: a division that differs from the model's can
+    only fail to fit the views of the cache.
     """
     operands = {"original": marker.original, "query": marker.query, "key": marker.key, "value": marker.value}
     if any(value_of(node).dim() != 3 for node in operands.values()):
         return writer.insert(marker)
     if marker.mask is not None and value_of(marker.mask).dim() == 3:
         operands["mask"] = marker.mask
-    missing = 0 if marker.enable_gqa else 1
+    size = value_of(marker.query).shape[0]
+    num_heads = None if marker.enable_gqa else num_heads_in(size, marker.original, (marker.key, marker.query))
+    if num_heads is not None:
+        divided = {name: _divide(writer, node, num_heads) for name, node in operands.items()}
+        return writer.call("flatten", writer.insert(replace(marker, **divided)), 0, 1)
+    one_batch = marker.enable_gqa or (isinstance(size, int) and repeats_heads(marker.key))
+    missing = 0 if one_batch else 1
     widened = {name: writer.call("unsqueeze", node, missing) for name, node in operands.items()}
     return writer.call("squeeze", writer.insert(replace(marker, **widened)), missing)
+
+
+def _divide(writer: GraphWriter, node: Node, num_heads: int) -> Node:
+    """``node`` with its first dimension, of size 1 or batch * heads, divided into two."""
+    if statically_known_true(value_of(node).shape[0] == 1):
+        return writer.call("unsqueeze", node, 0)
+    return writer.call("unflatten", node, 0, (-1, num_heads))

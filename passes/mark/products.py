@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.graph.aten import Size
 from kvcompile.passes.mark.axes import Axis, Layout, axes_of
-from kvcompile.passes.mark.calls import SAME_VALUE, VIEWS, Call, read_call, value_of
+from kvcompile.passes.mark.calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, Call, read_call, value_of
 
 CONTRACTED = "c"
 
@@ -193,14 +193,30 @@ def _num_heads(contraction: Contraction) -> int | None:
     """The number of heads in a single batch dimension, batch * heads, that a view from or to four dimensions tells."""
     if len(contraction.batch) != 1:
         return None
-    size = contraction.size(contraction.batch)
-    for node in (contraction.node, *reversed(contraction.operands)):
-        views = _views_after(node) if node is contraction.node else _views_before(node)
-        for view in views:
-            shape = value_of(view).shape
-            if len(shape) == 4 and isinstance(shape[1], int) and statically_known_true(shape[0] * shape[1] == size):
-                return int(shape[1])
+    return num_heads_in(contraction.size(contraction.batch), contraction.node, tuple(reversed(contraction.operands)))
+
+
+def num_heads_in(size: Size, result: Node, operands: tuple[Node, ...]) -> int | None:
+    """The number of heads in a dimension of batch * heads = ``size``, the first of ``result`` and of ``operands``.
+
+    A view from or to four dimensions tells it.
+    """
+    for view in (*_views_after(result), *(view for node in operands for view in _views_before(node))):
+        shape = value_of(view).shape
+        if len(shape) == 4 and isinstance(shape[1], int) and statically_known_true(shape[0] * shape[1] == size):
+            return int(shape[1])
     return None
+
+
+def repeats_heads(node: Node) -> bool:
+    """Whether the views that make ``node`` from a cache repeat something, as the query heads of a KV head do."""
+    call = read_call(node)
+    while call is not None and call.name in (*VIEWS, *SAME_VALUE, *PERMUTATIONS, *CASTS):
+        if call.name in ("expand", "expand_as"):
+            return True
+        node = call.get("input")
+        call = read_call(node) if isinstance(node, Node) else None
+    return call is not None and call.name in ("repeat_interleave", "repeat")
 
 
 def _views_before(node: Any) -> list[Node]:

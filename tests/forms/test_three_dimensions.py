@@ -49,6 +49,39 @@ def test_query_heads_may_share_the_heads_of_one_sequence() -> None:
     assert [type(cache) for cache in caches] == [PackedTensor] * 2
 
 
+MERGED: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "heads of two sequences": ((2, 6, S, D), lambda cache: cache.flatten(0, 1)),
+    "repeated heads of two sequences": ((2, 3, S, D), lambda cache: cache.repeat_interleave(2, 1).view(12, S, D)),
+    "heads that are merged, then repeated": ((2, 3, S, D), lambda cache: cache.flatten(0, 1).repeat_interleave(2, 0)),
+    "expanded heads": ((2, 3, S, D), lambda cache: cache[:, :, None].expand(-1, -1, 2, -1, -1).reshape(-1, S, D)),
+    "repeated heads of one sequence": ((1, 6, S, D), lambda cache: cache.squeeze(0).repeat_interleave(2, 0)),
+    "the only sequence": ((1, 6, S, D), lambda cache: cache[0].repeat_interleave(2, 0)),
+    "the only sequence, from the last": ((1, 6, S, D), lambda cache: cache[-1].repeat_interleave(2, 0)),
+    "the only head": ((12, 1, S, D), lambda cache: cache[:, 0]),
+    "repeated heads of a cache without a batch": ((6, S, D), lambda cache: cache.repeat_interleave(2, 0)),
+    "one head of one sequence": ((1, S, D), lambda cache: cache.expand(12, -1, -1)),
+}
+
+
+@pytest.mark.parametrize("mask_shape", [(3, S), (1, 3, S), (12, 3, S)])
+@pytest.mark.parametrize("form", MERGED)
+def test_sdpa_of_three_dimensions_reads_heads_and_sequences(form: str, mask_shape: tuple[int, ...]) -> None:
+    shape, read = MERGED[form]
+
+    def merged(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
+        keys.index_copy_(-2, pos, k), values.index_copy_(-2, pos, v)
+        return F.scaled_dot_product_attention(q.view(-1, 3, D), read(keys), read(values), mask)
+
+    heads = (2, 6) if shape[0] == 2 else (12,)
+    new = [torch.randn(*heads, 3, D), *(torch.randn(*shape[:-2], 3, D) for _ in range(2))]
+    caches = [torch.randn(shape) for _ in range(2)]
+    mask = (torch.rand(mask_shape) < 0.5) | (torch.arange(S) < 1)
+    expected = merged(*new, *(cache.clone() for cache in caches), torch.arange(3), mask)
+    compiled = torch.compile(merged, backend="kvquant", options={"policy": {"default": {"dtype": "float32"}}})
+    torch.testing.assert_close(compiled(*new, *caches, torch.arange(3), mask), expected)
+    assert [type(cache) for cache in caches] == [PackedTensor] * 2
+
+
 @pytest.mark.parametrize(("num_tokens", "is_packed"), [(1, True), (3, False)])
 def test_query_heads_folded_into_tokens_are_packed_for_one_token_and_refused_for_more(
     num_tokens: int, is_packed: bool

@@ -202,6 +202,19 @@ def test_bytes_beyond_kv_len_have_no_influence(pair, sizes):
         assert torch.equal(poisoned.attend(**options), clean.attend(**options))
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("shape", [(100,), (40, 100), (2, 1, 1, 100), (4, 40, 100), (2, 4, 40, 100)])
+def test_hidden_keys_have_no_influence_whatever_their_numbers(shape, number):
+    """An uninitialised cache may hold such numbers behind its last token."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.9
+    mask = torch.cat([mask, mask.new_zeros(*shape[:-1], 30)], -1)
+    for key, q_len in (("int8_per_token_head", 40), ("float32", 40), ("int8_per_token_head", 1), ("float32", 1)):
+        seen = mask[..., -q_len:, :] if mask.ndim > 1 else mask
+        clean, other = Case(key, q_len=q_len), Case(key, q_len=q_len)
+        write_tokens_(other.data[0], other.layouts[0], torch.full((2, 2, 30, 64), number), torch.arange(100, 130))
+        assert torch.equal(other.attend(mask=seen), clean.attend(mask=seen))
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": torch.ones(4)}, {"is_causal": True}])
 @pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 1, 130), (0, 40, 130), (2, 0, 130), (2, 1, 0), (2, 40, 0)])
 def test_empty_inputs_give_empty_outputs_or_zeros(batch, q_len, kv_len, options):
