@@ -13,7 +13,7 @@ tokens that a program visits are cut into three runs. All rows see every token o
 
 from __future__ import annotations
 
-from kvcompile.kernels.attention.softmax_tile import log2_bias, store_log_sum, tanh
+from kvcompile.kernels.attention.softmax_tile import store_log_sum, tanh, with_float_mask
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.tiles.visible_range import visible_tokens
 
@@ -172,7 +172,7 @@ def visible_scores(scores, token, kv_len, visibility, MASK: tl.constexpr, IS_CAU
     seen = in_query[:, None] & in_cache[None, :]
     mask_ptrs = mask_row_ptrs[:, None] + token.to(tl.int64)[None, :] * stride_token
     if MASK == "float":
-        scores += log2_bias(tl.load(mask_ptrs, mask=seen, other=0.0))
+        scores = with_float_mask(scores, tl.load(mask_ptrs, mask=seen, other=0.0))
     elif MASK == "bool":
         if holes != 0:
             seen = seen & (tl.load(mask_ptrs, mask=seen, other=0) != 0)

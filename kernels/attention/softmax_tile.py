@@ -207,18 +207,20 @@ def _add_mask(
 ):  # fmt: skip
     """Add a float mask to the scores."""
     if PER_ROW:
-        scores += log2_bias(_load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query))
+        mask = _load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query)
     else:
-        mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=in_cache, other=0.0)
-        scores += log2_bias(mask)[:, None]
-    return scores
+        mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=in_cache, other=0.0)[:, None]
+    return with_float_mask(scores, mask)
 
 
 @jit
-def log2_bias(mask):
-    """A float mask in units of log2: -inf stays -inf, and the smallest finite numbers stay finite."""
+def with_float_mask(scores, mask):
+    """Scores in units of log2, plus a mask that broadcasts. The smallest finite numbers of the mask stay finite.
+
+    A mask of -inf hides a token whatever its score is: the score of a token that was never written may be NaN.
+    """
     mask = mask.to(tl.float32)
-    return tl.where(mask == float("-inf"), mask, tl.maximum(mask, -2e38) * 1.4426950408889634)
+    return tl.where(mask == float("-inf"), mask, scores + tl.maximum(mask, -2e38) * 1.4426950408889634)
 
 
 @jit

@@ -248,8 +248,8 @@ def _attend_dequantized(
 ) -> Tensor:
     """PyTorch's attention of scaled queries on dequantized tokens. Tokens of rotated formats stay rotated."""
     q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new, factors)
-    if mask is not None and mask.dtype == torch.bool:
-        k = _without_hidden_keys(k, mask, q.shape[1])
+    if mask is not None:
+        k = _without_hidden_keys(k, mask if mask.dtype == torch.bool else mask != -torch.inf, q.shape[1])
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
     return _unrotated(out, v_layout)
 
@@ -316,7 +316,7 @@ def _attend_scores(
     if is_causal:
         mask = torch.arange(k.shape[2], device=q.device) <= torch.arange(q_len, device=q.device)[:, None]
     if mask is not None:
-        scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else _with_float_mask(scores, mask)
     top = _finite_maximum(scores, -1, sinks[:, None, None] if sinks is not None else None)
     p = torch.exp(scores - top)
     total = p.sum(-1, keepdim=True)
@@ -325,6 +325,11 @@ def _attend_scores(
     out = p.reshape(batch, num_kv_heads, -1, k.shape[2]) @ v
     out = out.reshape(batch, num_heads, q_len, -1) / torch.where(total == 0, 1.0, total)
     return out, top, total
+
+
+def _with_float_mask(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores plus a mask. -inf hides a token whatever its score is: that of a token never written may be NaN."""
+    return torch.where(mask == -torch.inf, -torch.inf, scores + mask)
 
 
 def _rotated(q: Tensor, layout: PackedLayout) -> Tensor:
@@ -391,7 +396,7 @@ def _attend_levels(
         if mask.dtype == torch.bool:
             visible = visible & mask
         else:
-            scores = scores + mask
+            scores = _with_float_mask(scores, mask)
     scores = torch.where(visible, scores, -torch.inf)
 
     if sinks is not None:

@@ -224,6 +224,17 @@ def test_a_token_that_is_not_finite_spoils_its_own_head_only(bad, device):
     assert not out[1, 2:].isnan().any()
 
 
+@pytest.mark.parametrize("q_len", [1, 5, 40])
+@pytest.mark.parametrize("hidden", [False, -torch.inf])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_hidden_key_that_is_not_finite_has_no_influence(number, hidden, q_len, device):
+    clean, case = Case(device, batch=2, q_len=q_len), Case(device, batch=2, q_len=q_len)
+    write_tokens_(case.data[0], case.layouts[0], torch.full((2, 1, 1, 64), number), torch.tensor([17]))
+    visible = torch.ones(2, 1, q_len, case.kv_len, dtype=torch.tensor(hidden).dtype)
+    mask = visible.index_fill(3, torch.tensor([17]), hidden)
+    assert torch.equal(case.kernel(mask), clean.kernel(mask))
+
+
 def test_queries_and_data_may_have_any_strides(device):
     case = Case(device, batch=2, num_kv_heads=2)
     query = case.query.transpose(1, 2).contiguous().to(device).transpose(1, 2)

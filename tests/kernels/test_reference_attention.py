@@ -213,6 +213,8 @@ def test_hidden_keys_have_no_influence_whatever_their_numbers(shape, number):
         clean, other = Case(key, q_len=q_len), Case(key, q_len=q_len)
         write_tokens_(other.data[0], other.layouts[0], torch.full((2, 2, 30, 64), number), torch.arange(100, 130))
         assert torch.equal(other.attend(mask=seen), clean.attend(mask=seen))
+        bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        assert torch.equal(other.attend(mask=bias), clean.attend(mask=bias))
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": torch.ones(4)}, {"is_causal": True}])
