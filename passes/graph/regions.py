@@ -98,13 +98,17 @@ def _like(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+def is_region_call(node: Node) -> bool:
+    """Whether ``node`` calls a region that :func:`insert_region` has made."""
+    return node.target is invoke_subgraph and str(node.args[1]).startswith(_PREFIX)
+
+
 def expand_regions(gm: GraphModule) -> None:
     """Replace every call of a region by its operations, and compute equal values once.
 
     A graph without a region stays unchanged.
     """
-    calls = gm.graph.find_nodes(op="call_function", target=invoke_subgraph)
-    calls = [call for call in calls if str(call.args[1]).startswith(_PREFIX)]
+    calls = [call for call in gm.graph.find_nodes(op="call_function", target=invoke_subgraph) if is_region_call(call)]
     if not calls:
         return
     for call in calls:

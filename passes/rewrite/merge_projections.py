@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 from kvcompile.compat.symbols import hint_of
 from kvcompile.passes.calling import GraphInput
 from kvcompile.passes.graph.aten import RESHAPES, VIEW_OPS, aten, shape_of
+from kvcompile.passes.graph.regions import is_region_call
 from kvcompile.passes.rewrite.caches import is_mutated
 
 MayBeAdjacent = Callable[[Sequence[int]], bool]
@@ -180,9 +181,9 @@ def _merge(graph: Graph, group: Sequence[_Projection]) -> None:
     first = min(group, key=lambda one: order[one.product])
     ends = list(accumulate(one.out_features for one in group))
 
-    def call(op: Any, *args: Any) -> Node:
-        node: Node = graph.call_function(op, args)
-        node.meta = {**first.product.meta, "val": op(*map_arg(args, lambda arg: arg.meta["val"]))}
+    def call(op: Any, *args: Any, **kwargs: Any) -> Node:
+        node: Node = graph.call_function(op, args, kwargs)
+        node.meta = {**first.product.meta, "val": op(*map_arg(args, lambda arg: arg.meta["val"]), **kwargs)}
         return node
 
     with graph.inserting_before(first.product):
@@ -194,11 +195,27 @@ def _merge(graph: Graph, group: Sequence[_Projection]) -> None:
         slices = [
             call(aten.slice.Tensor, whole, 1, end - one.out_features, end) for one, end in zip(group, ends, strict=True)
         ]
-    for one, own in zip(group, slices, strict=True):
+        results = [
+            call(aten.clone.default, own, memory_format=torch.contiguous_format)
+            if _is_read_by_region(one.product)
+            else own
+            for one, own in zip(group, slices, strict=True)
+        ]
+    for one, own in zip(group, results, strict=True):
         own.meta = {**one.product.meta, "val": own.meta["val"]}
         one.product.replace_all_uses_with(own)
         graph.erase_node(one.product)
-    _update_views(graph, slices)
+    _update_views(graph, [own for own in results if own in slices])
+
+
+def _is_read_by_region(node: Node) -> bool:
+    """Whether a region reads ``node`` or a view of it. All calls of a region take tensors of the same strides."""
+    views = [node]
+    for view in views:  # grows
+        if any(map(is_region_call, view.users)):
+            return True
+        views += (user for user in view.users if user.target in VIEW_OPS)
+    return False
 
 
 def _update_views(graph: Graph, changed: Sequence[Node]) -> None:

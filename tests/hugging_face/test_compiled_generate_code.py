@@ -19,7 +19,7 @@ from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.precompile import _start, precompile
 
 transformers = pytest.importorskip("transformers")
-from tiny_llama import tiny_llama  # noqa: E402
+from tiny_llama import attention_llama, tiny_llama  # noqa: E402
 
 POLICY = "int8_per_token_head"
 
@@ -52,6 +52,14 @@ def test_decode_steps_compile_once_for_requests_of_any_length_and_kind(fresh_com
         assert torch.equal(result, by_hand(plain, ids, **arguments).sequences)
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["kvquant"]["packed_calls"] == 3 * 7
+
+
+def test_merged_projections_of_a_batch_compile(fresh_compiler: None) -> None:
+    """Both layers call the regions of a store, whose code views tensors without gaps."""
+    model = attention_llama(num_layers=2)
+    expected = generated(model, prompt(9, "cpu"), max_new_tokens=4)
+    kvcompile.compile(model, policy="float32", merge_projections=True)
+    assert torch.equal(generated(model, prompt(9, "cpu"), max_new_tokens=4).sequences, expected.sequences)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.passes.calling import GraphInput
+from kvcompile.passes.graph.regions import insert_region, is_region_call
 from kvcompile.passes.rewrite import merge_projections as merging
 from kvcompile.passes.rewrite.merge_projections import merge_projections
 
@@ -77,6 +78,32 @@ def test_projections_with_and_without_a_bias_are_two_products() -> None:
     gm, adjacent = merged(step, args, "xabcdef")
     assert num_products(gm) == 2
     assert set(adjacent) == {(1, 3), (2, 4), (5, 6)}
+
+
+def heads_doubled(x: Tensor) -> Tensor:
+    return (x.flatten(0, 1) * 2).view(x.shape)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_regions_read_tensors_of_the_same_strides_as_before(batch: int) -> None:
+    """All calls of a region share its code, also calls for layers whose projections stay apart."""
+
+    def step(x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.linear(x, weight).unflatten(-1, (-1, 4)).transpose(1, 2) for weight in (q, k))
+
+    args = [torch.randn(batch, 1, IN), *weights(16, 8)]
+    gm = make_fx(step, tracing_mode="fake")(*args)
+    expected = [2 * result for result in gm(*args)]
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        output.args = ([insert_region(gm.graph, "doubled", heads_doubled, node) for node in output.args[0]],)
+    merge_projections(gm, [GraphInput("L['x']"), named("q"), named("k")], lambda places: True)
+    assert num_products(gm) == 1
+    for call in filter(is_region_call, gm.graph.nodes):
+        read, *_ = getattr(gm, call.args[1]).graph.find_nodes(op="placeholder")
+        assert call.args[2].meta["val"].stride() == read.meta["val"].stride()
+    whole = torch.cat([args[2], args[1]])
+    torch.testing.assert_close(gm(args[0], args[1], whole), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_activations_that_differ_are_not_merged() -> None:
