@@ -111,7 +111,7 @@ def the_second_sequence_is_repeated(compile: Any, new: Any) -> Iterator[Any]:
 @shows("sequences of a stack may be put back in another place")
 def the_last_sequence_of_a_stack_replaces_the_first(compile: Any, new: Any) -> Iterator[Any]:
     def step(q, k, v, kv, pos):
-        kv[:, :1] = kv[:, 1:]
+        kv.copy_(torch.slice_scatter(kv, kv[:, 1:], 1, 0, 1))
         kv[0].index_copy_(2, pos, k), kv[1].index_copy_(2, pos, v)
         return sdpa(q, kv[0], kv[1])
 
