@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from kvcompile.backend import kvquant
+from kvcompile.compat.backends import error_of_backend
 from kvcompile.compat.modules import original_module
 from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
-from kvcompile.errors import check_callable
+from kvcompile.errors import KVCompileError, check_callable
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import Report, collect_reports
 
@@ -94,7 +95,13 @@ def _report(
     args, kwargs = copy.deepcopy((args, kwargs), memo)
     memo.clear()  # it holds the storages of the copies, so that no cache would be packed
     with collect_reports() as report, without_recompile_limit(), torch.no_grad():
-        torch.compile(with_new_code(run, "explain"), backend=backend)(model, *args, **kwargs)
+        try:
+            torch.compile(with_new_code(run, "explain"), backend=backend)(model, *args, **kwargs)
+        except Exception as error:
+            own = error_of_backend(error)
+            if isinstance(own, KVCompileError):
+                raise own from None
+            raise
     return report
 
 

@@ -5,8 +5,8 @@ freed, so the model has no second copy of its weights. Each parameter gets a sto
 the tensor. PyTorch saves such a parameter alone, and a distributed parameter must keep the offset in its storage: its
 DTensor has a copy of that number.
 
-A parameter is only moved if nothing else uses its memory: writes through another tensor would no longer change the
-parameter. If parameters that cannot be moved replace others later, each call copies them.
+A parameter is only moved if nothing else uses its memory: writes through another tensor, or by another process, would
+no longer change the parameter. If parameters that cannot be moved replace others later, each call copies them.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def why_not_adjacent(tensors: Sequence[Any]) -> str | None:
         return "they are not all contiguous plain tensors"
     if any(tensor.is_inference() for tensor in tensors):
         return "some were made in inference mode; load the model outside of torch.inference_mode()"
+    if any(not tensor.is_cuda and tensor.is_shared() for tensor in tensors):
+        return "some lie in memory that other processes may share"
     if any(tensor.untyped_storage().nbytes() > tensor.nbytes for tensor in tensors):
         return "some are parts of larger tensors; replace them by clones"
     known = [_adjacent[tensor] for tensor in tensors if tensor in _adjacent]

@@ -32,6 +32,8 @@ EXAMPLES = examples(
 CPU_POLICIES = "int8_per_token_head,int4_per_token_head"
 CONTEXTS = "8k,32k,128k"
 CPU_CONTEXTS = "1k,4k"
+MOST = 10**9
+"""Sequences, or channels of a head."""
 
 Policies = Annotated[
     str | None,
@@ -84,6 +86,9 @@ def bench(
         raise BenchError("--policies: the list is empty; name presets or formats, such as int8_per_token_head")
     formats = [parse_formats(name) for name in names] if names is not None else default_formats()
     sizes = [parse_context(item, "--contexts") for item in items(contexts or (CPU_CONTEXTS if on_cpu else CONTEXTS))]
+    for option, number in (("--batch", batch), ("--head-dim", head_dim)):
+        if number > MOST:
+            raise BenchError(f"{option} {number}: give at most {MOST}")
     try:
         shapes = [Shape.parse(f"{batch},{heads},{head_dim},{size}") for size in sizes]
     except BenchError:

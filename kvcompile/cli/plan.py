@@ -153,8 +153,8 @@ def plan(
     _forbid("without --bandwidth and several GPUs", not exchanges, **{"--link": link, "--latency": latency})
     request = Request(
         config=config,
-        policies=_items(policies),
-        contexts=tuple(parse_context(item, "--contexts") for item in _items(contexts)),
+        policies=_items(policies, "--policies"),
+        contexts=tuple(parse_context(item, "--contexts") for item in _items(contexts, "--contexts")),
         memory=parse_size(memory, "--memory") if memory else None,
         weights=weights,
         reserve=parse_size(reserve or RESERVE, "--reserve"),
@@ -188,13 +188,13 @@ def _forbid(circumstance: str, holds: bool, **options: object) -> None:
         raise PlanError(f"{given[0]} has no effect {circumstance}: drop it")
 
 
-def _items(text: str) -> tuple[str, ...]:
+def _items(text: str, option: str) -> tuple[str, ...]:
     """The items of a comma-separated list, each once."""
     items = tuple(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
     if not items:
-        raise PlanError(f"{text!r} is an empty list")
+        raise PlanError(f"{option}: {text!r} is an empty list; leave the option out for its default")
     if len(items) > MAX_ITEMS:
-        raise PlanError(f"{shown(text)} has {len(items)} items; give at most {MAX_ITEMS}")
+        raise PlanError(f"{option}: {shown(text)} has {len(items)} items; give at most {MAX_ITEMS}")
     return items
 
 
@@ -212,7 +212,7 @@ def _number(text: str, option: str) -> Fraction:
 def _shares(text: str) -> dict[str, Fraction]:
     """The efficiency of a ``DecodeModel`` from ``0.9`` or ``bf16=0.95,weights=0.9``."""
     shares = {}
-    for item in _items(text):
+    for item in _items(text, "--efficiency"):
         name, equals, share = item.rpartition("=")
         shares[name if equals else "all"] = _number(share, "--efficiency")
     if max(shares.values()) > 1:

@@ -51,7 +51,7 @@ def show(policy: PolicyArgument = None, config: Config = None, as_json: JsonOpti
     from kvcompile.policy.policy import Policy
 
     loaded = Policy.load(policy)
-    caches = store_caches("policy", loaded, _model(config)) if config is not None else None
+    caches = store_caches(policy or "policy", loaded, _model(config)) if config is not None else None
     if as_json:
         print_json(_show_data(loaded, caches))
         return
@@ -87,7 +87,9 @@ def _model(config: Path) -> ModelCaches:
     from kvcompile.planning.config_file import read_config
     from kvcompile.planning.model_caches import read_model_caches
 
-    return read_model_caches(read_config(config))
+    fields = read_config(config)
+    source_tokens = 1 if fields.get("is_encoder_decoder") else None  # formats do not depend on the number
+    return read_model_caches(fields, source_tokens)
 
 
 def validate(files: Files, config: Config = None, as_json: JsonOption = False) -> None:

@@ -50,9 +50,9 @@ def explain_step(
             f"--tokens {tokens}, and {TOKENS_BEFORE} tokens before them, exceed --context {context}; raise --context"
         )
     config = text_config(model)
-    cache = StaticCache(config=config, max_cache_len=context) if kind == "static" else DynamicCache(config=config)
     ids = torch.zeros((1, TOKENS_BEFORE + tokens), dtype=torch.int64, device=model.device)
     try:
+        cache = StaticCache(config=config, max_cache_len=context) if kind == "static" else DynamicCache(config=config)
         uncompiled(model)(input_ids=ids[:, :TOKENS_BEFORE], use_cache=True, **with_cache(model, cache))
     except Exception as error:
         raise EvaluationError(

@@ -99,4 +99,4 @@ def _spelling(text: str, units: dict[str, int]) -> str:
     """``; did you mean '80GiB'?`` if only the case of the unit in ``text`` is wrong."""
     match = re.fullmatch(r"([0-9.]{1,31} ?)([A-Za-z]+)", text.strip())
     unit = next((unit for unit in units if match and unit and unit.casefold() == match[2].casefold()), None)
-    return f"; did you mean {match[1] + unit!r}?" if match and unit else ""
+    return f"; did you mean {match[1] + unit!r}?" if match and unit and unit != match[2] else ""

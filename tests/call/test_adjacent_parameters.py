@@ -226,3 +226,9 @@ def test_tensors_of_inference_mode_are_not_moved() -> None:
     reason = why_not_adjacent(tensors)
     assert reason is not None
     assert "inference_mode" in reason
+
+
+def test_tensors_in_shared_memory_are_not_moved() -> None:
+    """Another process may write them; a tensor on a GPU always reports that it is shared."""
+    tensors = [torch.randn(4, 8).share_memory_(), torch.randn(2, 8)]
+    assert why_not_adjacent(tensors) == "some lie in memory that other processes may share"

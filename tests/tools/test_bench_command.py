@@ -113,6 +113,8 @@ def test_the_examples_of_the_help_and_of_the_pages_run(monkeypatch: pytest.Monke
         ("--policies auto", "'auto' leaves the cache unpacked"),
         ("--contexts 2kb", "--contexts: '2kb' is not a valid context"),
         ("--contexts 9999999999k", "no memory for plain keys and values"),
+        ("--batch 9999999999999999", "--batch 9999999999999999: give at most"),
+        ("--head-dim 9999999999999999", "--head-dim 9999999999999999: give at most"),
     ],
 )
 def test_mistakes_are_plain_lines(arguments: str, message: str) -> None:

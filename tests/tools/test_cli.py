@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from documented_commands import runs_elsewhere
-from model_configs import GEMMA_2_9B, GEMMA_3_4B, LLAMA_3_1_8B, write_config
+from model_configs import GEMMA_2_9B, GEMMA_3_4B, LLAMA_3_1_8B, T5_SMALL, write_config
 from typer.testing import CliRunner
 
 from kvcompile.cli.app import COMMANDS, app
@@ -162,7 +162,7 @@ def test_the_version_is_the_version_of_the_package() -> None:
         ("plan --config config.json --memory 80G", "--memory: '80G' is not a valid size"),
         ("plan --config config.json --kv-budget 74gib", "did you mean '74GiB'"),
         ("plan --config config.json --kv-budget 1GiB --contexts 2kb", "--contexts: '2kb' is not a valid context"),
-        ("plan --config config.json --kv-budget 1GiB --contexts ,", "',' is an empty list"),
+        ("plan --config config.json --kv-budget 1GiB --contexts ,", "--contexts: ',' is an empty list"),
         ("plan --config config.json --kv-budget 1GiB --policies bf16,int4_per_tokn_head", "did you mean 'int4_per_"),
         ("plan --config config.json --kv-budget 1GiB --link 1GB/s", "--link has no effect without --bandwidth and"),
         ("plan --config config.json --kv-budget 1GiB --tensor-parallel 3", "3 does not divide the 8 KV heads"),
@@ -198,6 +198,19 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(command: str, message: 
     (line,) = err.splitlines()
     assert line.startswith("kvcompile: error: ")
     assert message in line
+
+
+def test_an_error_about_a_rule_names_the_policy_file(folder: Path) -> None:
+    (folder / "policy.yaml").write_text(POLICY + "strict: true\n")
+    write_config(folder, {**LLAMA_3_1_8B, "num_hidden_layers": 2})
+    _, err = run("policy show policy.yaml --config config.json", code=2)
+    assert err.startswith("kvcompile: error: policy.yaml: ")
+
+
+def test_the_formats_of_an_encoder_decoder_are_shown_without_the_length_of_its_source(folder: Path) -> None:
+    write_config(folder, T5_SMALL)
+    modules = [layer["module"] for layer in run_json("policy show int4 --config config.json")["layers"]]
+    assert any("EncDecAttention" in module for module in modules)
 
 
 @pytest.mark.parametrize("command", ["plan", "plan --confg x", "plam", "policy validate", "doctor now"])

@@ -130,6 +130,7 @@ class Verified(Report):
         ("--model . --policy nix", "'nix' is neither a preset nor a file"),
         ("--model . --tokens 300", "--tokens 300, and 4 tokens before them, exceed --context 256"),
         ("--model . --html .", ".: Is a directory"),
+        ("--model config.json --policy transform_2.2bit", "needs a calibration of the model"),
     ],
 )
 def test_mistakes_are_plain_lines(command: str, message: str) -> None:
@@ -137,6 +138,14 @@ def test_mistakes_are_plain_lines(command: str, message: str) -> None:
     assert out == ""
     assert err.startswith("kvcompile: error: ")
     assert message in err
+
+
+def test_a_number_of_layers_below_zero_is_a_plain_line(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("layer_types", None)
+    (folder / "bad.json").write_text(json.dumps(config | {"num_hidden_layers": -2}))
+    _, err = run("explain --model bad.json", code=2)
+    assert "kvcompile: error: LlamaForCausalLM does not run with a static cache: " in err
 
 
 @pytest.mark.parametrize(

@@ -388,6 +388,7 @@ def test_an_invalid_size_is_an_error_that_quotes_it_and_says_how_to_write_one(te
 
 def test_a_unit_in_the_wrong_case_is_corrected() -> None:
     assert "did you mean '80GiB'" in error_of(parse_size, "80gib", "--memory")
+    assert "did you mean" not in error_of(parse_context, "9" * 20 + "k", "--contexts")  # too long, in a known unit
 
 
 @pytest.mark.parametrize("text", ["", "0", "k", "2kb", "1.0001k", "-5", "2 000"])
