@@ -133,7 +133,15 @@ def uncompile(model: nn.Module) -> nn.Module:
 
     Returns:
         ``model``.
+
+    Raises:
+        OptionsError: ``model`` is no module. A function is not changed by :func:`compile`, which returns another one.
     """
+    if not isinstance(model, nn.Module):
+        raise OptionsError(
+            f"uncompile: expected a module, got {type(model).__name__}; to run a function in eager code, call the "
+            "function that was given to compile"
+        )
     for compiled in {*generative_models(model), model}:
         generation = Generation.of(compiled)
         if generation is not None:

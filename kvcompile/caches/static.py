@@ -44,6 +44,9 @@ WHY_NOT_TRAINING = "its dropout is active, as in training; call model.eval()"
 
 _TENSORS: tuple[tuple[str, Role], ...] = (("keys", "key"), ("values", "value"))
 
+_MOST = 10**12
+"""Sequences or tokens of a cache; PyTorch cannot count the bytes of many more."""
+
 
 def static_cache(
     model: nn.Module,
@@ -81,8 +84,10 @@ def static_cache(
 
     policy, shard = Policy.load(policy), shard_of(context_parallel)
     for name, number in (("batch_size", batch_size), ("max_len", max_len)):
-        if not isinstance(number, int) or number < 1:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise KVCompileError(f"static_cache: {name}: expected a whole number of at least 1, got {shown(number)}")
+        if number > _MOST:
+            raise KVCompileError(f"static_cache: {name}: give at most {_MOST}, got {shown(number)}")
     config: Any = getattr(model, "config", None)
     if config is None:
         raise KVCompileError(

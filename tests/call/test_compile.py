@@ -64,6 +64,12 @@ def test_a_module_is_compiled_in_place_until_that_is_undone() -> None:
     assert len(report.graphs) == 1
 
 
+@pytest.mark.parametrize("model", [None, step])
+def test_only_the_compilation_of_a_module_can_be_undone(model: Any) -> None:
+    with pytest.raises(OptionsError, match=r"^uncompile: expected a module, got "):
+        kvcompile.uncompile(model)
+
+
 @pytest.mark.parametrize("as_decorator", [False, True])
 def test_a_function_is_left_unchanged_and_its_compiled_form_returned(as_decorator: bool) -> None:
     options: dict[str, Any] = {"policy": LOSSLESS, "mode": "reduce-overhead", "fullgraph": True, "dynamic": False}

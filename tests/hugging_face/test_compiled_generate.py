@@ -250,6 +250,8 @@ def test_a_request_that_fails_leaves_nothing_behind() -> None:
         ((0, 64), "batch_size: expected a whole number of at least 1, got 0"),
         ((1, -1), "max_len: expected a whole number of at least 1, got -1"),
         ((1, 64.5), "max_len: expected a whole number of at least 1, got 64.5"),
+        ((True, 64), "batch_size: expected a whole number of at least 1, got True"),
+        ((1, 10**30), f"max_len: give at most {10**12}, got {10**30}"),
     ],
 )
 def test_sizes_of_a_cache_that_are_no_positive_integers_are_named(arguments: tuple[Any, Any], message: str) -> None:
