@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from documented_commands import command_line
+from packaging.version import Version
 from small_models import MODULES, save, small_model
 from typer.testing import CliRunner
 
@@ -144,6 +145,8 @@ def test_a_number_of_layers_below_zero_is_a_plain_line(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config.pop("layer_types", None)
     (folder / "bad.json").write_text(json.dumps(config | {"num_hidden_layers": -2}))
+    if Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("Transformers runs such a model, which has no layers")
     _, err = run("explain --model bad.json", code=2)
     assert "kvcompile: error: LlamaForCausalLM does not run with a static cache: " in err
 
