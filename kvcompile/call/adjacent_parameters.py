@@ -126,7 +126,7 @@ class AdjacentParameters:
         """
         addresses = [args[place].data_ptr() for place in self._places]
         wholes = {first: known() for first, known in self._known.items()}
-        if addresses != self._addresses or None in wholes.values():
+        if addresses != self._addresses or any(whole is None for whole in wholes.values()):
             with _moving:
                 wholes = self._moved(args)
         for first, whole in wholes.items():

@@ -103,9 +103,9 @@ def merge_projections(
     firsts = [node for node, nodes in of.items() if node is nodes[0]]
     for node in firsts:
         _widen(gm.graph, node, of[node])
-    for group in groups:
-        _merge(gm.graph, group)
+    slices = [own for group in groups for own in _merge(gm.graph, group)]
     if groups:
+        _update_views(gm.graph, slices)
         gm.graph.lint()
         gm.recompile()
     return {placeholders.index(node): tuple(map(placeholders.index, of[node])) for node in firsts}
@@ -175,10 +175,13 @@ def _widen(graph: Graph, first: Node, parameters: Sequence[Node]) -> None:
     first.meta.pop("tensor_meta", None)
 
 
-def _merge(graph: Graph, group: Sequence[_Projection]) -> None:
-    """Compute the first product of ``group`` with all columns; each product becomes a slice of the result."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    first = min(group, key=lambda one: order[one.product])
+def _merge(graph: Graph, group: Sequence[_Projection]) -> list[Node]:
+    """Compute the first product of ``group`` with all columns; each product becomes a slice of the result.
+
+    Returns:
+        The slices that take the place of products, with other strides. A region gets a copy in place of a slice.
+    """
+    first = min(group, key=lambda one: one.product)  # nodes are ordered as in the graph
     ends = list(accumulate(one.out_features for one in group))
 
     def call(op: Any, *args: Any, **kwargs: Any) -> Node:
@@ -205,7 +208,7 @@ def _merge(graph: Graph, group: Sequence[_Projection]) -> None:
         own.meta = {**one.product.meta, "val": own.meta["val"]}
         one.product.replace_all_uses_with(own)
         graph.erase_node(one.product)
-    _update_views(graph, [own for own in results if own in slices])
+    return [own for own in results if own in slices]
 
 
 def _is_read_by_region(node: Node) -> bool:
