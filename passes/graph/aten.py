@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,31 +99,7 @@ _SIZE_FUNCTIONS = frozenset((operator.add, operator.sub, operator.mul, operator.
 """The arithmetic of symbolic sizes. ATen's operators do that of tensors."""
 
 
-def computed_alike(one: Any, other: Any) -> bool:
-    """Whether two arguments of nodes are the same value, or are computed from the same values by the same operators."""
-    pairs: list[tuple[Any, Any]] = [(one, other)]
-    known: set[tuple[Node, Node]] = set()
-    while pairs:
-        one, other = pairs.pop()
-        if one is other:
-            continue
-        if isinstance(one, Node) and isinstance(other, Node):
-            if (one, other) in known:  # many paths may lead to one pair
-                continue
-            if not _same_function(one, other):
-                return False
-            known.add((one, other))
-            one, other = _operands(one), _operands(other)
-        if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-            if len(one) != len(other):
-                return False
-            pairs += zip(one, other, strict=True)
-        elif type(one) is not type(other) or one != other:
-            return False
-    return True
-
-
-def _same_function(one: Node, other: Node) -> bool:
+def calls_alike(one: Node, other: Node) -> bool:
     """Whether two nodes call the same operator, whose result depends on nothing but its operands."""
     if not (one.op == other.op == "call_function" and one.target is other.target and one.kwargs == other.kwargs):
         return False
@@ -134,8 +110,49 @@ def _same_function(one: Node, other: Node) -> bool:
     return not one.is_impure()
 
 
+def computed_alike(
+    one: Any,
+    other: Any,
+    same_function: Callable[[Node, Node], bool] = calls_alike,
+    is_changed: Callable[[Node], bool] = lambda node: False,
+) -> bool:
+    """Whether two arguments of nodes are the same value, or are computed from the same values by the same operators.
+
+    Args:
+        one, other: the arguments.
+        same_function: whether two nodes call the same function, and whether equal operands then give equal results.
+        is_changed: whether anything in the graph changes the tensor of a node in place. A functional graph does not.
+    """
+    pairs: list[tuple[Any, Any]] = [(one, other)]
+    known: set[tuple[Node, Node]] = set()
+    while pairs:
+        one, other = pairs.pop()
+        if any(isinstance(node, Node) and is_changed(node) for node in (one, other)):
+            return False
+        if one is other:
+            continue
+        if isinstance(one, Node) and isinstance(other, Node):
+            if (one, other) in known:  # many paths may lead to one pair
+                continue
+            if not same_function(one, other):
+                return False
+            known.add((one, other))
+            one, other = _operands(one), _operands(other)
+        elif isinstance(one, slice) and isinstance(other, slice):
+            one, other = ((part.start, part.stop, part.step) for part in (one, other))
+        if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+            if len(one) != len(other):
+                return False
+            pairs += zip(one, other, strict=True)
+        elif type(one) is not type(other) or one != other:
+            return False
+    return True
+
+
 def _operands(node: Node) -> list[Any]:
-    return arguments(node) if isinstance(node.target, OpOverload) else list(node.args)
+    if isinstance(node.target, OpOverload):
+        return arguments(node)
+    return [*node.args, *(node.kwargs[name] for name in sorted(node.kwargs))]
 
 
 def arguments(node: Node) -> list[Any]:

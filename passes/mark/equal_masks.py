@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from kvcompile.passes.graph.aten import computed_alike
 from kvcompile.passes.mark.calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, read_call, value_of
 from kvcompile.passes.mark.read_scalars import ELEMENTWISE
 
@@ -38,7 +39,7 @@ def select_alike(one: Any, one_where: bool, other: Any, other_where: bool, is_ch
     one, one_is_inverted = _without_inversions(one, is_changed)
     other, other_is_inverted = _without_inversions(other, is_changed)
     is_same_side = (one_where ^ one_is_inverted) == (other_where ^ other_is_inverted)
-    return is_same_side and _computed_alike(one, other, is_changed)
+    return is_same_side and computed_alike(one, other, _calls_alike, is_changed)
 
 
 def _without_inversions(mask: Any, is_changed: IsChanged) -> tuple[Any, bool]:
@@ -58,26 +59,8 @@ def _without_inversions(mask: Any, is_changed: IsChanged) -> tuple[Any, bool]:
     return mask, is_inverted
 
 
-def _computed_alike(one: Any, other: Any, is_changed: IsChanged) -> bool:
-    """Whether two arguments are the same value, or are computed from the same values by the same operations."""
-    if isinstance(one, Node) and isinstance(other, Node):
-        if is_changed(one) or is_changed(other):
-            return False
-        call = read_call(one)
-        is_determined = call is not None and call.name in _DETERMINED and one.target == other.target
-        return one is other or (
-            is_determined
-            and _computed_alike(one.args, other.args, is_changed)
-            and _computed_alike(dict(one.kwargs), dict(other.kwargs), is_changed)
-        )
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(
-            _computed_alike(a, b, is_changed) for a, b in zip(one, other, strict=True)
-        )
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_computed_alike(one[key], other[key], is_changed) for key in one)
-    if isinstance(one, slice):
-        return _computed_alike((one.start, one.stop, one.step), (other.start, other.stop, other.step), is_changed)
-    return bool(one == other)
+def _calls_alike(one: Node, other: Node) -> bool:
+    """Whether two nodes of Dynamo's graph call the same operation, whose result depends on nothing but its operands."""
+    call = read_call(one)
+    is_determined = call is not None and call.name in _DETERMINED
+    return is_determined and (one.op, one.target, one.kwargs.keys()) == (other.op, other.target, other.kwargs.keys())
