@@ -278,8 +278,8 @@ class PackedLayout:
         assert self.residual is not None
         if self.residual.dtype.itemsize == TAG_BYTES:
             # Generated code for CPUs makes this view of the bytes once, for tags and rows.
-            return data.view(self.residual.dtype)[0, ..., : self.residual.num_entries].view(torch.int32)
-        return data.view(torch.int32)[0, ..., : self.residual.num_entries]
+            return _viewed(_viewed(data, self.residual.dtype)[0, ..., : self.residual.num_entries], torch.int32)
+        return _viewed(data, torch.int32)[0, ..., : self.residual.num_entries]
 
     def rows(self, data: Tensor) -> Tensor:
         """The tokens of all entries, [batch, num_kv_heads, num_entries, BLOCK_TOKENS, head_dim] in the residual's
@@ -288,7 +288,7 @@ class PackedLayout:
         The result is a copy, because an entry may begin in one block and end in the next.
         """
         assert self.residual is not None
-        header = data.view(self.residual.dtype)[: self.header_blocks, ..., : self.rows_per_block * self.head_dim]
+        header = _viewed(data, self.residual.dtype)[: self.header_blocks, ..., : self.rows_per_block * self.head_dim]
         rows = header.unflatten(-1, (self.rows_per_block, self.head_dim)).permute(1, 2, 0, 3, 4).flatten(2, 3)
         return rows[:, :, 1 : 1 + self.residual.num_entries * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
 
@@ -303,7 +303,7 @@ class PackedLayout:
         views = {data.dtype: data[self.header_blocks :]}
         for section in self.sections:
             if section.dtype not in views:
-                views[section.dtype] = data.view(section.dtype)[self.header_blocks :]
+                views[section.dtype] = _viewed(data, section.dtype)[self.header_blocks :]
             typed = views[section.dtype]
             start = self.section_offsets[section.name] // section.dtype.itemsize
             rows = 1 if section.shared else BLOCK_TOKENS
@@ -463,6 +463,18 @@ def growing_blocks(num_tokens: int) -> int:
 
 def _bytes_in_block(section: Section) -> int:
     return section.nbytes * (1 if section.shared else BLOCK_TOKENS)
+
+
+def _viewed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """``data.view(dtype)``, also where a dimension of size 1 has a stride that the sizes of the dtypes do not divide.
+
+    Inductor gives such strides to buffers of its own, and ``view`` of PyTorch 2.11 refuses them.
+    """
+    ones = [dim for dim, size in enumerate(data.shape[:-1]) if isinstance(size, int) and size == 1]
+    viewed = data.squeeze(ones).view(dtype)
+    for dim in ones:
+        viewed = viewed.unsqueeze(dim)
+    return viewed
 
 
 def _bytes_of(x: Tensor) -> Tensor:
