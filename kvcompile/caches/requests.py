@@ -169,6 +169,23 @@ def can_crop(cache: Cache) -> bool:
     return not _kinds_without_crop(cache)
 
 
+def can_forget(cache: Cache) -> bool:
+    """Whether a cache that drops its last token is as it was before, for any later attention.
+
+    Tokens in full precision are not: the last token has taken the place of another one. Nor are scales per channel,
+    which come with such tokens.
+    """
+    layers: Any = cache.layers
+    return can_crop(cache) and all(_is_packed(each) and _is_packed_alone(each) for each in layers)
+
+
+def crop(cache: Cache, tokens_to_remove: int) -> None:
+    """Drop the last ``-tokens_to_remove`` tokens of a static cache, which stay masked until they are overwritten."""
+    layers: Any = cache.layers
+    for layer in layers:
+        layer.cumulative_length.add_(tokens_to_remove)
+
+
 def why_no_crop(cache: Cache) -> str:
     """Why a static cache cannot drop its last tokens, with the remedy."""
     kinds = " and ".join(_kinds_without_crop(cache))
@@ -312,6 +329,11 @@ def _is_packed(layer: Any) -> bool:
     return is_full(layer) and isinstance(layer.keys, PackedTensor)
 
 
+def _is_packed_alone(layer: Any) -> bool:
+    """Whether a packed layer has no tokens in full precision."""
+    return all(tensor.packed_layout.residual is None for tensor in (layer.keys, layer.values))
+
+
 @functools.cache
 def _request_cache_class() -> type:
     from transformers import StaticCache
@@ -320,12 +342,9 @@ def _request_cache_class() -> type:
         """A packed static cache that can drop its last tokens and reorder its sequences in place."""
 
         def crop(self, tokens_to_remove: int) -> None:
-            """Drop the last ``-tokens_to_remove`` tokens, which stay masked until they are overwritten."""
             if tokens_to_remove > 0:
                 raise ValueError(f"crop: tokens_to_remove is {tokens_to_remove}; pass a negative number of tokens")
-            layer: Any
-            for layer in self.layers:
-                layer.cumulative_length.add_(tokens_to_remove)
+            crop(self, tokens_to_remove)
 
         def reorder_cache(self, beam_idx: torch.Tensor) -> None:
             """Copy sequence ``beam_idx[i]`` to each sequence ``i``. Addresses stay fixed for compiled code."""

@@ -57,6 +57,12 @@ def cache_argument_of_generate(model: Any) -> str:
     return cache_argument(_generation_mixin(model).prepare_inputs_for_generation)
 
 
+def arguments_of_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``generate()`` by name, also those that are given by position."""
+    names = list(inspect.signature(_generation_mixin(model).generate).parameters)[1:]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
 def prepare_inputs(model: Any, ids: Any, cache: Any, **inputs: Any) -> Any:
     """The inputs that ``generate()`` prepares for a call of ``model`` with ``cache``.
 

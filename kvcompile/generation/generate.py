@@ -2,13 +2,15 @@
 
 ``generate()`` of Transformers makes a cache, fills it with the prompt, and then decodes token by token. Transformers
 compiles decode steps only on GPUs. It compiles neither beam search nor steps on its default cache, which grows. It
-compiles assisted decoding only since release 5.24. A :class:`Generation` replaces four methods of a model, and its
+compiles assisted decoding only since release 5.24. A :class:`Generation` replaces five methods of a model, and its
 calls:
 
 - ``generate`` begins and ends a request;
 - ``_prepare_cache_for_generation`` takes a packed cache for the request; the next request reuses its memory;
 - ``_valid_auto_compile_criteria`` is false if kvcompile compiles the decode steps, so Transformers does not compile
   them;
+- ``_get_stopping_criteria`` shows whether the request may end before its greatest length; on GPUs most requests learn
+  that they have ended one step late (:mod:`kvcompile.compat.stop_checks`), so the GPU does not wait for the host;
 - ``init_continuous_batching`` makes a manager whose pages are packed (:mod:`kvcompile.generation.generate_batch`);
 - a call of the model in a request runs compiled if it is a decode step with the cache of the request, and otherwise
   eagerly.
@@ -37,6 +39,8 @@ from kvcompile.caches.requests import (
     ModelState,
     RequestCaches,
     can_crop,
+    can_forget,
+    crop,
     hand_out,
     make_room,
     packed_layers,
@@ -45,9 +49,11 @@ from kvcompile.caches.requests import (
 from kvcompile.caches.static import WHY_NOT_FLEX, WHY_NOT_TRAINING, attention_modules, has_active_dropout
 from kvcompile.call.key_outliers import examine
 from kvcompile.compat.modules import COMPILED_CALL, uncompiled_call
+from kvcompile.compat.stop_checks import STOPPING_CRITERIA, may_end_early, stopping_late
 from kvcompile.compat.transformers import (
     COMPILES_FOR_ITSELF,
     PREPARE_CACHE,
+    arguments_of_generate,
     attends_by_flex,
     cache_argument_of_generate,
     makes_dynamic_caches,
@@ -66,6 +72,7 @@ _METHODS = {
     "generate": "generate",
     PREPARE_CACHE: "prepare_cache",
     COMPILES_FOR_ITSELF: "compiles_for_itself",
+    STOPPING_CRITERIA: "stopping_criteria",
     "init_continuous_batching": "init_batching",
 }
 """Maps each method of a model that a Generation replaces to the method of the Generation."""
@@ -79,6 +86,9 @@ _COMPILED_CODE = threading.RLock()
 _ASSISTED = "assisted_generation"
 _SERVED_MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
 _SERVED_CACHES = (None, "dynamic", "static")
+
+_CODE_OF_THE_CALLER = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+"""Arguments of ``generate()`` that it calls for each token."""
 
 _CACHE_OF_THE_MODEL = (
     "Transformers lets the model make its cache itself; call kvcompile.uncompile(model), and then "
@@ -96,6 +106,7 @@ class Request:
 
     Attributes:
         is_custom: whether the caller's own decoding function runs, which may keep the cache.
+        calls_back: whether code of the caller is called for each token. It might count its calls.
         served: the packed cache that the request got; None if it got none.
         cache: the cache of the request, if the model did not leave it to Transformers: ``served``, or the caller's
             cache.
@@ -104,6 +115,7 @@ class Request:
             them.
         records: whether decode steps may be CUDA graphs. Only one request at a time may record, because a step of
             another thread would overwrite its outputs.
+        may_end_early: whether the request may end before its greatest length.
         has_prepared: whether the model has prepared a cache. If it has, it decodes itself, rather than a model that it
             contains.
         has_compiled_step: whether a decode step has run compiled.
@@ -111,11 +123,13 @@ class Request:
     """
 
     is_custom: bool = False
+    calls_back: bool = False
     served: Any = None
     cache: Any = None
     decodes_with: Any = None
     keeps_outputs: bool = False
     records: bool = False
+    may_end_early: bool = True
     has_prepared: bool = False
     has_compiled_step: bool = False
     plain_because: str | None = None
@@ -123,6 +137,17 @@ class Request:
     def is_decode_step(self, ids: Any, cache: Any) -> bool:
         """Whether a call with token ids ``ids`` adds one token to each sequence in the cache of this request."""
         return cache is not None and cache is self.decodes_with and ids is not None and ids.shape[1:] == (1,)
+
+    def stops_late(self, cache: Any, is_returned: bool) -> bool:
+        """Whether a step too much leaves no trace. See :class:`kvcompile.compat.stop_checks.StopsLate`."""
+        if self.is_custom or cache is None or cache is not self.decodes_with:
+            return False
+        if not self.may_end_early:
+            return True  # no step is too much, because the host knows the greatest length
+        return not self.calls_back and (not is_returned or can_forget(cache))
+
+    def drop_last_token(self) -> None:
+        crop(self.decodes_with, -1)
 
 
 class Generation:
@@ -181,7 +206,10 @@ class Generation:
         around = None if self._outer is None else self._outer._request
         if around is not None and around.has_prepared:
             return self._original("generate")(*args, **kwargs)
-        with self._requested(Request(is_custom=kwargs.get("custom_generate") is not None)) as request:
+        given = arguments_of_generate(self._model, args, kwargs)
+        calls_back = any(given.get(name) for name in _CODE_OF_THE_CALLER)
+        request = Request(is_custom=given.get("custom_generate") is not None, calls_back=calls_back)
+        with self._requested(request), stopping_late(request):
             request.plain_because = _BY_THE_CALLER if request.is_custom else None
             result = self._original("generate")(*args, **renamed_cache(kwargs, self._cache_argument))
             self._count(request)
@@ -222,6 +250,12 @@ class Generation:
     def compiles_for_itself(self, *args: Any, **kwargs: Any) -> bool:
         compiles = self._request is not None and self._request.decodes_with is not None
         return not compiles and self._original(COMPILES_FOR_ITSELF)(*args, **kwargs)
+
+    def stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        criteria = self._original(STOPPING_CRITERIA)(*args, **kwargs)
+        if self._request is not None:
+            self._request.may_end_early = may_end_early(criteria)
+        return criteria
 
     def init_batching(self, *args: Any, **kwargs: Any) -> Any:
         return packed_manager(self._model, self._options, self._original("init_continuous_batching"), *args, **kwargs)
