@@ -78,6 +78,7 @@ __main__
 
 ROOMS_WITH_TRANSFORMERS = (
     "kvcompile.compat.continuous_batching",
+    "kvcompile.compat.stop_checks",
     "kvcompile.evaluation.",
     "kvcompile.caches.",
     "kvcompile.generation.",

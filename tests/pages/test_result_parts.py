@@ -61,8 +61,7 @@ def test_requests_compare_with_the_static_cache_and_name_other_caches_of_transfo
     }  # fmt: skip
 
 
-def test_throughput_is_in_the_readme_once_it_is_recorded(folder: Path) -> None:
-    assert result_parts.throughput() == ""
+def test_throughput_is_split_into_the_fused_path_and_the_bits(folder: Path) -> None:
     rows = [
         {"case": case, "format": name, "context": 8192, "users": users, "tokens_per_second": speed}
         for case, name, users, speed in (
@@ -71,7 +70,7 @@ def test_throughput_is_in_the_readme_once_it_is_recorded(folder: Path) -> None:
             ("kvquant", "int4", 40, 800.0),
         )
     ]
-    write(folder, "throughput-h.json", "throughput", "throughput.py", rows)
+    write(folder, result_parts.THROUGHPUT, "throughput", "throughput.py", rows)
     assert cells(result_parts.throughput())["`int4`"] == [
         "8,192", "40", "800: 8.0x static = 2.0 (fused path) x 4.00 (bits)", "",
     ]  # fmt: skip
