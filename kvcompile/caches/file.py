@@ -17,7 +17,7 @@ from kvcompile.caches.disk import check_replaceable, write_tensors
 from kvcompile.caches.division import share_of
 from kvcompile.caches.save_on_ranks import save_on_ranks
 from kvcompile.caches.source import FORMAT, OWN_ENTRIES, VERSION, Source, check_origin
-from kvcompile.errors import CacheFileError, cut, one_line, shown
+from kvcompile.errors import CacheFileError, OptionsError, cut, one_line, shown
 from kvcompile.files import digests
 from kvcompile.parallel.ranks import Ranks
 
@@ -61,13 +61,14 @@ def save_cache(
         CacheFileError: the cache contains an unsupported object, and the message names its place; the cache holds no
             tensors; ``path`` is a symbolic link or not a regular file; ``metadata`` has an entry that the file needs
             itself; or the ranks hold different caches. If one rank fails, every rank raises its error.
-        OptionsError: an option is neither a DeviceMesh of one dimension nor a process group with this process.
+        OptionsError: ``model`` is not a module; or ``context_parallel`` or ``tensor_parallel`` is neither a DeviceMesh
+            of one dimension nor a process group with this process.
         OSError: the file cannot be written.
     """
     path, ranks = Path(path), Ranks.of(context_parallel, tensor_parallel, "save_cache")
     if taken := sorted(set(OWN_ENTRIES) & set(metadata or {})):
         raise CacheFileError(f"save_cache: the file writes the metadata {taken[0]!r} itself; choose another name")
-    fingerprint = {"fingerprint": digests.of_model(model)} if model is not None else {}
+    fingerprint = {"fingerprint": _fingerprint(model, "save_cache")} if model is not None else {}
     for name, value in (metadata or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise CacheFileError(
@@ -131,12 +132,13 @@ def load_cache(
             version of Transformers or from another model, has other ``metadata``, or its bytes contradict its
             description; a file of the folder is missing or belongs to another save; or the ranks cannot divide the
             cache. If one rank fails, every rank raises its error.
-        OptionsError: an option is neither a DeviceMesh of one dimension nor a process group with this process.
+        OptionsError: ``model`` is not a module; ``device`` is not a device; or ``context_parallel`` or
+            ``tensor_parallel`` is neither a DeviceMesh of one dimension nor a process group with this process.
         OSError: the file cannot be read.
     """
     path, ranks = Path(path), Ranks.of(context_parallel, tensor_parallel, "load_cache")
-    fingerprint = digests.of_model(model) if model is not None else None
-    device, expected = torch.device(device), dict(metadata or {})
+    fingerprint = _fingerprint(model, "load_cache") if model is not None else None
+    device, expected = _device(device), dict(metadata or {})
     if ranks is None:
         return _load(path, device, expected, fingerprint, verify, None)[0]
     loaded: list[Any] = []
@@ -149,6 +151,20 @@ def load_cache(
     if len(set(ranks.together("load_cache", load))) > 1:
         raise CacheFileError(f"load_cache: {path} was replaced while ranks were reading it; load it again")
     return loaded[0]
+
+
+def _fingerprint(model: Any, caller: str) -> str:
+    """The fingerprint of ``model``, a module or a compiled one; ``caller`` is the function that the user called."""
+    if not isinstance(model, nn.Module):
+        raise OptionsError(f"{caller}: model is {shown(model)}; pass the torch.nn.Module that computes with the cache")
+    return digests.of_model(model)
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise OptionsError(f"load_cache: device is {shown(device)}; pass a device such as 'cpu' or 'cuda:0'") from None
 
 
 def _load(

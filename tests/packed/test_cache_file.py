@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile.caches.disk import MAX_HEADER
-from kvcompile.errors import CacheFileError
+from kvcompile.errors import CacheFileError, OptionsError
 from kvcompile.files import digests
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.stack import PackedStack
@@ -353,6 +353,17 @@ def test_a_cache_belongs_to_the_model_that_computed_it(file: Path) -> None:
     kvcompile.save_cache(torch.ones(2), file)
     with pytest.raises(CacheFileError, match="saved without a model"):
         kvcompile.load_cache(file, model=model)
+
+
+def test_arguments_that_are_no_model_and_no_device_are_named(file: Path) -> None:
+    kvcompile.save_cache([torch.zeros(2)], file)
+    with pytest.raises(OptionsError, match="save_cache: model is 5; pass the torch.nn.Module"):
+        kvcompile.save_cache([torch.zeros(2)], file, model=5)  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match="load_cache: model is 5; pass the torch.nn.Module"):
+        kvcompile.load_cache(file, model=5)  # type: ignore[arg-type]
+    for device in ("foo", 3.5):
+        with pytest.raises(OptionsError, match=f"load_cache: device is '?{device}'?; pass a device such as 'cpu'"):
+            kvcompile.load_cache(file, device=device)
 
 
 def test_only_regular_files_are_replaced_and_read(file: Path) -> None:
