@@ -357,9 +357,9 @@ def test_a_cache_belongs_to_the_model_that_computed_it(file: Path) -> None:
 
 def test_arguments_that_are_no_model_and_no_device_are_named(file: Path) -> None:
     kvcompile.save_cache([torch.zeros(2)], file)
-    with pytest.raises(OptionsError, match="save_cache: model is 5; pass the torch.nn.Module"):
+    with pytest.raises(OptionsError, match=r"save_cache: model is 5; pass the torch\.nn\.Module"):
         kvcompile.save_cache([torch.zeros(2)], file, model=5)  # type: ignore[arg-type]
-    with pytest.raises(OptionsError, match="load_cache: model is 5; pass the torch.nn.Module"):
+    with pytest.raises(OptionsError, match=r"load_cache: model is 5; pass the torch\.nn\.Module"):
         kvcompile.load_cache(file, model=5)  # type: ignore[arg-type]
     for device in ("foo", 3.5):
         with pytest.raises(OptionsError, match=f"load_cache: device is '?{device}'?; pass a device such as 'cpu'"):
