@@ -23,6 +23,8 @@ from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
 from kvcompile.passes.canonical.drop_whole_copies import drop_whole_copies
 from kvcompile.passes.canonical.grow_whole_caches import grow_whole_caches
 from kvcompile.passes.canonical.join_equal_writes import join_equal_writes
+from kvcompile.passes.canonical.read_written_tokens import read_written_tokens
+from kvcompile.passes.canonical.select_only_index import select_only_index
 from kvcompile.passes.graph.names import name_inputs
 from kvcompile.passes.marker import Marker, expand_markers
 from kvcompile.passes.notes.sites import SiteNotes
@@ -251,6 +253,12 @@ PIPELINE = (
         "Equal writes of an input are one node, unless several of them leave the graph. Every node is used.",
     ),
     Pass(
+        "read_written_tokens",
+        lambda packing: read_written_tokens(packing.gm.graph),
+        "Equal writes of an input are one node.",
+        "Old tokens of a cache joined with new ones are a slice of the cache if the new ones are also written to it.",
+    ),
+    Pass(
         "grow_whole_caches",
         lambda packing: grow_whole_caches(packing.gm.graph),
         "Equal writes of an input are one node.",
@@ -286,6 +294,12 @@ PIPELINE = (
         lambda packing: drop_whole_copies(packing.gm.graph),
         "Each input that attention reads holds one cache.",
         "A copy over a whole input is replaced by the copied value, unless that value is a view of an input.",
+    ),
+    Pass(
+        "select_only_index",
+        lambda packing: select_only_index(packing.gm.graph),
+        "Heads and channels of a cache have a dimension each.",
+        "A write through a view without a dimension of size 1 selects its only index.",
     ),
     Pass(
         "find_caches",

@@ -20,6 +20,9 @@ in the model                          in the functional graph
 ``torch.cat([cache, k], 2)``          ``cat([cache, k], 2)``
 ``cache[a:b, :, pos] = k``            one of the above on ``slice(cache, 0, a, b)``,
                                       put back by ``slice_scatter(cache, ..., 0)``
+``cache[i, :, pos] = k[i]``           one of the above on ``select(cache, 0, i)``, for
+                                      a sequence or the only head, put back by
+                                      ``select_scatter(cache, ..., 0, i)``
 ====================================  ===========================================
 
 Each of these writes may leave out tokens by a mask. Then ``where`` chooses between the cache after and before the
@@ -42,6 +45,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout.axes import heads_first, size_along
 from kvcompile.passes.graph.aten import (
+    WRITE_OPS,
     arguments,
     computed_alike,
     same_sizes,
@@ -298,11 +302,15 @@ def _of_some_sequences(write: CacheWrite, first_sequence: Any) -> CacheWrite:
     return replace(write, form=f"{write.form} of some sequences", first_sequence=first_sequence)
 
 
+_TAKES = {aten.slice_scatter.default: aten.slice.Tensor, aten.select_scatter.default: aten.select.int}
+"""How each operator that puts a part back takes this part."""
+
+
 def _is_put_back(scatter: Node, part: Node) -> bool:
-    """Whether ``scatter`` puts ``part``, a write to a slice, back where the slice was taken."""
+    """Whether ``scatter`` puts ``part``, a write to a slice or an index, back where it was taken."""
     base, _, *place = arguments(scatter)
     taken = part.args[0]
-    if not isinstance(taken, Node) or taken.target is not aten.slice.Tensor:
+    if not isinstance(taken, Node) or taken.target is not _TAKES[scatter.target]:
         return False
     before, *taken_from = arguments(taken)
     return views_alike(before, base) and taken_from == place
@@ -313,7 +321,12 @@ def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
     start, _, step = arguments(scatter)[3:]
     if step != 1:
         raise _refuse(scatter, role, "it writes sequences that are not neighbours")
-    first = first_of_slice(start, shape_of(scatter)[axes.index("b")])
+    return _checked_sequence(scatter, start, shape_of(scatter)[axes.index("b")], role)
+
+
+def _checked_sequence(scatter: Node, start: Any, num_sequences: Any, role: str) -> Any:
+    """The number of the sequence ``start``, which may count from the end."""
+    first = first_of_slice(start, num_sequences)
     if not statically_known_true((first.meta["val"] if isinstance(first, Node) else first) >= 0):
         raise _refuse(scatter, role, "the index of its first sequence may be negative")
     return first
@@ -322,7 +335,7 @@ def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
 def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     base, _, axis, index = arguments(node)
     if axes[axis] != "t":
-        raise _refuse(node, role, f"it writes one index of dimension {axis}")
+        return _match_one_index(node, axes, role)
     value, own = _source(node)
     num_tokens = num_tokens_of(base, axes)
     shape = shape_of(node.args[1])
@@ -338,6 +351,19 @@ def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
         return place_of_tokens(read, arguments(read)[1], base, axes)
 
     return _write(node, base, "select_scatter", axes, normalise, value, index, own=own, role=role, reads=reads)
+
+
+def _match_one_index(node: Node, axes: str, role: str) -> CacheWrite:
+    """A write to one sequence, or to the only head, that is put back."""
+    base, part, axis, index = arguments(node)
+    size = shape_of(base)[axis]
+    is_only = statically_known_true(size == 1)
+    fits = len(axes) == 4 and (axes[axis] == "b" or (axes[axis] == "h" and is_only)) and part.target in WRITE_OPS
+    write = match_write(part, axes.replace(axes[axis], ""), role) if fits else None
+    if write is None or not write.writes_tokens or not _is_put_back(node, part):
+        raise _refuse(node, role, f"it writes one index of dimension {axis}")
+    write = replace(write, node=node, base=base, axes=axes, own=(part, write.base, *write.own))
+    return write if is_only else _of_some_sequences(write, _checked_sequence(node, index, size, role))
 
 
 def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:

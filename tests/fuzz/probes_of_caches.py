@@ -18,6 +18,17 @@ shows = collecting(CACHES)
 # Reads
 
 
+@shows("joined tokens need not be the written ones")
+def attention_reads_other_tokens_than_the_written_ones(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc):
+        keys, values = torch.cat([kc[:, :, :3], 2 * k], 2), torch.cat([vc[:, :, :3], v], 2)
+        kc[:, :, 3:4], vc[:, :, 3:4] = k, v
+        return sdpa(q, keys, values)
+
+    run, (kc, vc) = compile(step), caches(new)
+    yield run(*tokens(new), kc, vc), kc, vc
+
+
 @shows("the shapes of query and caches are not checked")
 def queries_of_one_sequence_read_all_sequences(compile: Any, new: Any) -> Iterator[Any]:
     def step(q, k, v, kc, vc, pos):
