@@ -1,9 +1,14 @@
-"""Eager reading of a prompt into the packed layers of a static cache of Transformers."""
+"""Eager reading of a prompt into the packed layers of a static cache of Transformers.
+
+The first prompt attends only to its own tokens. An empty layer therefore gives attention the new keys and values
+themselves, and announces a mask for them alone, as a layer of a growing cache does. Later prompts read packed tokens
+and attend to their own tokens through views of the cache.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,8 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.caches.requests import packed_layers
+from kvcompile.caches.static import is_full
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed
 from kvcompile.packed.tokens import ExactTokens
+
+
+def expect_first_prompt(cache: Any) -> None:
+    """Let the layers of an empty static cache announce masks for the first prompt alone.
+
+    :func:`updating_layers` then gives attention the new keys and values, in full precision. Few tokens are read packed
+    (:func:`reads_packed`), so that their mask covers the whole layer. Layers share a mask, so nothing changes if a
+    layer without a window is plain.
+    """
+    layers = packed_layers(cache)
+    if len(layers) < sum(map(is_full, cache.layers)):
+        return
+    for layer in layers:
+        layer.get_mask_sizes = partial(_mask_sizes, layer)
+
+
+def expect_other_tokens(layers: Iterable[Any]) -> None:
+    """Undo :func:`expect_first_prompt` for ``layers``, which are no longer empty."""
+    for layer in layers:
+        vars(layer).pop("get_mask_sizes", None)
+
+
+def _mask_sizes(layer: Any, query_length: int) -> tuple[int, int]:
+    """The number of keys that ``query_length`` queries of a first prompt read, and the position of the first key."""
+    return type(layer).get_mask_sizes(layer, query_length) if reads_packed(query_length) else (query_length, 0)
 
 
 @contextmanager
@@ -23,8 +55,9 @@ def updating_layers(
 
     Args:
         layers: static layers with packed keys and values.
-        exact: whether ``update`` of a layer returns views that read many new tokens in full precision. After the block,
-            the views read the stored tokens, and do not keep the new tokens alive.
+        exact: whether ``update`` of a layer lets attention read many new tokens in full precision. It returns these
+            tokens alone if the layer expects a first prompt, and otherwise views of the cache. After the block, the
+            views read the stored tokens, and do not keep the new tokens alive.
         look: called with the layer and its new keys [batch, num_kv_heads, n, head_dim] before they are stored.
     """
     shared: list[weakref.ref[ExactTokens]] = []
@@ -36,6 +69,7 @@ def updating_layers(
     finally:
         for layer in changed:
             del layer.update
+        expect_other_tokens(layers)
         for reference in shared:
             if (tokens := reference()) is not None:
                 tokens.new = None
@@ -57,6 +91,9 @@ def _update(
     if not exact or reads_packed(keys.shape[2]):
         packed: tuple[Tensor, ...] = update()
         return packed
+    if "get_mask_sizes" in vars(layer):
+        update()
+        return keys.to(layer.keys.dtype), values.to(layer.values.dtype)
     slots = torch.arange(keys.shape[2], device=keys.device) + layer.cumulative_length  # the update changes this length
     returned = tuple(
         cache.with_new_tokens(NewTokens(x.to(cache.dtype), slots))

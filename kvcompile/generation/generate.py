@@ -33,7 +33,7 @@ from torch import nn
 
 from kvcompile.backend import ConfiguredBackend
 from kvcompile.caches.pages import has_packed_pages
-from kvcompile.caches.prompt import updating_layers
+from kvcompile.caches.prompt import expect_first_prompt, expect_other_tokens, updating_layers
 from kvcompile.caches.prompt_kernels import precompile_prompt
 from kvcompile.caches.requests import (
     ModelState,
@@ -246,6 +246,8 @@ class Generation:
         if request is not None:
             request.cache, request.decodes_with = cache, None if config.disable_compile else cache
             request.keeps_outputs = bool(config.output_hidden_states or config.output_attentions)
+            if request.served is not None and self._is_exact and not request.keeps_outputs:
+                expect_first_prompt(request.served)
 
     def compiles_for_itself(self, *args: Any, **kwargs: Any) -> bool:
         compiles = self._request is not None and self._request.decodes_with is not None
@@ -275,6 +277,8 @@ class Generation:
             with updating_layers(packed_layers(cache_of_call), exact=self._is_exact, look=look):
                 return uncompiled_call(self._model)(*args, **kwargs)
         if request is not None:
+            if request.served is not None and not request.has_compiled_step:
+                expect_other_tokens(packed_layers(request.served))
             request.has_compiled_step = True
         if request is not None and request.records and not request.keeps_outputs:
             records = kwargs["input_ids"].is_cuda and cache_of_call.is_compileable
@@ -302,6 +306,7 @@ class Generation:
             if request.records:
                 self._recording.release()
             if request.served is not None:
+                expect_other_tokens(packed_layers(request.served))
                 self._caches.give_back(request.served)
 
     @property

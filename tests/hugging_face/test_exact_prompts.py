@@ -51,6 +51,65 @@ def test_short_prompts_and_packed_policies_read_stored_tokens(length: int, polic
     assert relative_error(logits_after_prompt(model, ids), logits_after_prompt(tiny_llama(), ids)) > 1e-3
 
 
+def left_padded(length: int) -> dict[str, torch.Tensor]:
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[0, :7] = 0
+    return {"inputs": torch.randint(3, 97, (2, length)) * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_first_prompt_reads_no_packed_token_and_no_empty_place(
+    padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its masks and keys are as long as the prompt, as with a cache that grows."""
+    model, shapes = kvcompile.compile(tiny_llama(), policy=COARSE), []
+    arguments = left_padded(40) if padded else {"inputs": torch.randint(3, 97, (2, 40))}
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any) -> torch.Tensor:
+        mask = how["attn_mask"]
+        if type(query) is torch.Tensor:  # fake tensors show whether the model runs with a static cache
+            shapes.append((type(key), key.shape[2], None if mask is None else mask.shape[2:]))
+        return attend(query, key, value, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    model.generate(**arguments, max_new_tokens=1, do_sample=False, pad_token_id=0)
+    assert shapes == [(torch.Tensor, 40, (40, 40) if padded else None)] * len(shapes)
+    assert shapes
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("layer", ["0", "1"])
+def test_a_plain_layer_shares_the_mask_of_packed_layers(layer: str) -> None:
+    arguments = left_padded(40) | {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = tiny_llama(num_layers=2).generate(**arguments)
+    policy = {"default": {"dtype": "float32"}, "rules": [{"match": {"layers": layer}, "dtype": "auto"}]}
+    model = kvcompile.compile(tiny_llama(num_layers=2), policy=policy)
+    assert torch.equal(model.generate(**arguments), expected)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("length", [1, 16, 17])
+def test_layers_announce_their_own_masks_after_the_first_prompt(length: int) -> None:
+    model = kvcompile.compile(tiny_llama(), policy=COARSE)
+    ids = torch.randint(3, 97, (2, length))
+    result = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    assert packed_layers(result.past_key_values)
+    assert all("get_mask_sizes" not in vars(layer) for layer in result.past_key_values.layers)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_prompt_that_fails_leaves_nothing_behind() -> None:
+    model = kvcompile.compile(tiny_llama(), policy={"default": {"dtype": "float32"}})
+    ids = torch.randint(3, 97, (2, 20))
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    hook = model.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    hook.remove()
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
+
+
 @torch.no_grad()
 def test_views_of_a_prompt_read_packed_tokens_after_it() -> None:
     (layer, _) = packed_layers(kvcompile.static_cache(tiny_llama(), 1, 64, policy=COARSE))
