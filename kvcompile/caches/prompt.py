@@ -42,6 +42,15 @@ def expect_other_tokens(layers: Iterable[Any]) -> None:
         vars(layer).pop("get_mask_sizes", None)
 
 
+def is_made_for_layers(mask: Any) -> bool:
+    """Whether a mask of ``generate()``, or each mask of a dict, has the sizes that layers announce.
+
+    A model that gets a mask of two dimensions may give its keys any length, such as the room of the cache in Bloom.
+    """
+    masks = mask.values() if isinstance(mask, dict) else (mask,)
+    return all(each is None or (isinstance(each, Tensor) and each.dim() == 4) for each in masks)
+
+
 def _mask_sizes(layer: Any, query_length: int) -> tuple[int, int]:
     """The number of keys that ``query_length`` queries of a first prompt read, and the position of the first key."""
     return type(layer).get_mask_sizes(layer, query_length) if reads_packed(query_length) else (query_length, 0)

@@ -33,7 +33,12 @@ from torch import nn
 
 from kvcompile.backend import ConfiguredBackend
 from kvcompile.caches.pages import has_packed_pages
-from kvcompile.caches.prompt import expect_first_prompt, expect_other_tokens, updating_layers
+from kvcompile.caches.prompt import (
+    expect_first_prompt,
+    expect_other_tokens,
+    is_made_for_layers,
+    updating_layers,
+)
 from kvcompile.caches.prompt_kernels import precompile_prompt
 from kvcompile.caches.requests import (
     ModelState,
@@ -274,6 +279,8 @@ class Generation:
             if self._looks and request.served is not None:
                 self._looks, look = False, _look_at_keys(self._model, request.served)
             self._before_first_prompt(request.served, kwargs.get("input_ids"))
+            if not is_made_for_layers(kwargs.get("attention_mask")):
+                expect_other_tokens(packed_layers(request.served))
             with updating_layers(packed_layers(cache_of_call), exact=self._is_exact, look=look):
                 return uncompiled_call(self._model)(*args, **kwargs)
         if request is not None:

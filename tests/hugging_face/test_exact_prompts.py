@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from policies import reading_packed
-from tiny_llama import DEVICES, tiny_llama
 
 import kvcompile
 from kvcompile.caches.prompt import updating_layers
 from kvcompile.caches.requests import packed_layers
+
+transformers = pytest.importorskip("transformers")
+from tiny_llama import DEVICES, tiny_llama  # noqa: E402
 
 COARSE = "turboquant_2bit"
 """A format whose rounding changes every result."""
@@ -85,6 +87,18 @@ def test_a_plain_layer_shares_the_mask_of_packed_layers(layer: str) -> None:
     expected = tiny_llama(num_layers=2).generate(**arguments)
     policy = {"default": {"dtype": "float32"}, "rules": [{"match": {"layers": layer}, "dtype": "auto"}]}
     model = kvcompile.compile(tiny_llama(num_layers=2), policy=policy)
+    assert torch.equal(model.generate(**arguments), expected)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_model_that_gives_its_mask_the_length_of_the_cache_keeps_it() -> None:
+    """Bloom computes its position bias from a mask of two dimensions, as long as the cache."""
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=2)
+    torch.manual_seed(0)
+    model = transformers.BloomForCausalLM(config).eval()
+    arguments = left_padded(40) | {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**arguments)
+    kvcompile.compile(model, policy={"default": {"dtype": "float32"}})
     assert torch.equal(model.generate(**arguments), expected)
 
 
