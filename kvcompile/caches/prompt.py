@@ -36,6 +36,11 @@ def expect_first_prompt(cache: Any) -> None:
         layer.get_mask_sizes = partial(_mask_sizes, layer)
 
 
+def expects_first_prompt(layers: Iterable[Any], num_tokens: int) -> bool:
+    """Whether attention of ``num_tokens`` queries will get the new keys and values of ``layers`` themselves."""
+    return not reads_packed(num_tokens) and any("get_mask_sizes" in vars(layer) for layer in layers)
+
+
 def expect_other_tokens(layers: Iterable[Any]) -> None:
     """Undo :func:`expect_first_prompt` for ``layers``, which are no longer empty."""
     for layer in layers:

@@ -23,7 +23,8 @@ def precompile_prompt(layers: list[Any], prompt: Tensor, num_heads: int | None, 
     Args:
         layers: the layers of a static cache whose keys and values are packed.
         prompt: token ids, [batch, num_tokens].
-        num_heads: query heads of every layer; None if unknown. Attention is then compiled when it runs.
+        num_heads: query heads of every layer; None if unknown, or if attention does not read the layers. Its kernel is
+            then compiled when it is needed.
         exact: whether attention to many new tokens is exact.
     """
     if not prompt.is_cuda:

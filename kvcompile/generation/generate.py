@@ -36,6 +36,7 @@ from kvcompile.caches.pages import has_packed_pages
 from kvcompile.caches.prompt import (
     expect_first_prompt,
     expect_other_tokens,
+    expects_first_prompt,
     is_made_for_layers,
     updating_layers,
 )
@@ -278,9 +279,9 @@ class Generation:
             look = None
             if self._looks and request.served is not None:
                 self._looks, look = False, _look_at_keys(self._model, request.served)
-            self._before_first_prompt(request.served, kwargs.get("input_ids"))
             if not is_made_for_layers(kwargs.get("attention_mask")):
                 expect_other_tokens(packed_layers(request.served))
+            self._before_first_prompt(request.served, kwargs.get("input_ids"))
             with updating_layers(packed_layers(cache_of_call), exact=self._is_exact, look=look):
                 return uncompiled_call(self._model)(*args, **kwargs)
         if request is not None:
@@ -296,10 +297,10 @@ class Generation:
 
     def _before_first_prompt(self, cache: Any, ids: Any) -> None:
         if not self._has_served and cache is not None and ids is not None:
-            self._has_served = True
+            self._has_served, layers = True, packed_layers(cache)
             num_heads = getattr(self._model.config.get_text_config(decoder=True), "num_attention_heads", None)
-            heads = num_heads if isinstance(num_heads, int) else None
-            precompile_prompt(packed_layers(cache), ids, heads, exact=self._is_exact)
+            attends = isinstance(num_heads, int) and not expects_first_prompt(layers, ids.shape[1])
+            precompile_prompt(layers, ids, num_heads if attends else None, exact=self._is_exact)
 
     @contextmanager
     def _requested(self, request: Request) -> Iterator[Request]:
