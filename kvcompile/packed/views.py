@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,8 +59,11 @@ def _is_from_data(index: int) -> bool:
 def _clamp(index: int, extent: int) -> int:
     """A slice bound, clamped to 0 and ``extent`` by the rules of Python.
 
-    A bound that depends on the data of a call must lie between them. The compiled graph checks it.
+    A bound that depends on the data of a call must lie between them. The compiled graph checks it. The end of ``[:]``
+    is not compared: for a symbolic extent the comparison would be a guard, which limits the extent.
     """
+    if isinstance(index, int) and index == sys.maxsize:
+        return extent
     if _is_from_data(index):
         index = without_excluded_cases(index)
         check(index >= 0)

@@ -216,10 +216,12 @@ def _holds(node: Node, base: Node) -> bool:
 
 
 def _is_identity(index_map: IndexMap) -> bool:
-    """Whether a view has every element of its base in its place."""
-    if len(index_map.dims) != len(index_map.base):
+    """Whether a view has every element of its base in its place. It may lack first dimensions of size 1."""
+    missing = len(index_map.base) - len(index_map.dims)
+    if missing < 0:
         return False
-    for axis, (size, dim) in enumerate(zip(index_map.base, index_map.dims, strict=True)):
+    dims = [*[()] * missing, *index_map.dims]
+    for axis, (size, dim) in enumerate(zip(index_map.base, dims, strict=True)):
         factors = [factor for factor in dim if not index_map.is_one(factor)]
         if not factors and statically_known_true(size == 1):
             continue

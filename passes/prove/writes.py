@@ -239,7 +239,7 @@ def _is_arange(node: Node, size: Any) -> bool:
         node = node.args[0]
     return (
         node.target is torch.ops.prims.iota.default
-        and statically_known_true(node.args[0] == size)
+        and statically_known_true(shape_of(node)[0] == size)
         and node.kwargs.get("start") == 0
         and node.kwargs.get("step") == 1
     )

@@ -202,6 +202,31 @@ def test_rows_that_are_not_active_are_not_written(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
+    "write",
+    [
+        old_tokens_of_an_index,
+        old_tokens_first,
+        old_tokens_transposed,
+        old_token_of_a_position,
+        two_choices_of_new_tokens,
+    ],
+    ids=lambda write: write.__name__,
+)
+def test_the_only_sequence_may_be_finished(write: Write) -> None:
+    """PyTorch drops its dimension from the written value."""
+    step = step_of(write)
+    run = compiled(step, LOSSLESS)
+    plain = [torch.randn(1, NUM_KV_HEADS, MAX_LEN, HEAD_DIM) for _ in range(2)]
+    caches = [packed(x, role, LOSSLESS) for x, role in zip(plain, ("key", "value"), strict=True)]
+    for at, active in ((0, True), (63, False), (64, True), (65, False)):
+        given = [x[:1] for x in rows(1)], torch.tensor([FIRST if write in AT_FIRST else at]), torch.tensor([active])
+        (q, k, v), pos, mask = given
+        torch.testing.assert_close(run(q, k, v, *caches, pos, mask), step(q, k, v, *plain, pos, mask))
+        for cache, other in zip(caches, plain, strict=True):
+            assert torch.equal(cache.dequantize(), other)
+
+
+@pytest.mark.parametrize(
     ("policy", "write"),
     in_turn(["int8_per_token_head", "int4", "turboquant_4bit_nc"], [copy_of_a_choice, old_tokens_of_an_index]),
 )
