@@ -48,6 +48,11 @@ def attends_by_flex(config: Any) -> bool:
     return any(getattr(each, "_attn_implementation", "") == "flex_attention" for each in configs)
 
 
+def gives_attention_maps(config: Any) -> bool:
+    """Whether a model with ``config`` can return its attention maps. Other implementations log a warning instead."""
+    return getattr(config.get_text_config(), "_attn_implementation", "eager") == "eager"
+
+
 def _generation_mixin(model: Any) -> Any:
     return next(cls for cls in type(model).__mro__ if cls.__name__ == "GenerationMixin")
 

@@ -62,6 +62,7 @@ from kvcompile.compat.transformers import (
     arguments_of_generate,
     attends_by_flex,
     cache_argument_of_generate,
+    gives_attention_maps,
     makes_dynamic_caches,
     renamed_cache,
 )
@@ -250,7 +251,8 @@ class Generation:
                 is_on_top = not _repeats_the_past(config, model_kwargs)
                 make_room(cache, self._model.config, max_cache_length, is_on_top=is_on_top)
         if request is not None:
-            request.cache, request.decodes_with = cache, None if config.disable_compile else cache
+            warns = config.output_attentions and not gives_attention_maps(self._model.config)  # a graph break
+            request.cache, request.decodes_with = cache, None if config.disable_compile or warns else cache
             request.keeps_outputs = bool(config.output_hidden_states or config.output_attentions)
             if request.served is not None and self._is_exact and not request.keeps_outputs:
                 expect_first_prompt(request.served)

@@ -451,8 +451,11 @@ _MODEL_OF_FIELD: dict[str, type[Strict]] = {
 
 
 def _fault_lines(error: ValidationError, source: str) -> Iterator[str]:
-    """One line for every fault: the source, the place, and the fault."""
-    for fault in error.errors(include_url=False):
+    """One line for every fault: the source, the place, and the fault.
+
+    Missing fields come last, because the name of a field may be misspelt.
+    """
+    for fault in sorted(error.errors(include_url=False), key=lambda fault: fault["type"] == "missing"):
         place = list(fault["loc"])
         words = [source]
         if fault["type"] == "extra_forbidden":

@@ -163,6 +163,15 @@ def test_attentions_of_assisted_decoding_are_as_wide_as_in_transformers() -> Non
     torch.testing.assert_close(found, expected)
 
 
+def test_attentions_that_the_implementation_does_not_give_leave_the_cache_packed() -> None:
+    """Transformers then logs a warning in each layer, which would break the graph within attention."""
+    arguments = {"inputs": REPETITIVE, "output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+    expected = generated(attention_llama(num_layers=1), **arguments).sequences
+    result = generated(compiled_llama(), **arguments)
+    assert torch.equal(result.sequences, expected)
+    assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
+
+
 @pytest.mark.parametrize(
     ("policy", "arguments"),
     in_turn(FORMATS, [{}, {"num_beams": 3}, {"do_sample": True}]),

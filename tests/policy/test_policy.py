@@ -323,6 +323,7 @@ def test_the_fingerprint_is_equal_for_equal_policies_in_every_process() -> None:
         ),
         (7, "policy: expected a preset name, a path, a dict or a Policy, got int"),
         ({}, "policy: default: is required"),
+        ({"defualt": {"dtype": "int4"}}, "policy: unknown field 'defualt'; did you mean 'default'? (known: "),
         (
             {"default": "fp8_e4m3"},
             "policy: default: expected fields (dtype, granularity, group_size, scales, rotation_seed, transforms, key, "
