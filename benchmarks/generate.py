@@ -10,9 +10,10 @@ of a shape is the length of the prompt. Each row has its own model, and its requ
 - ``quanto`` and ``hqq``: the ``QuantizedCache`` of Transformers with 4 bits, if the package is installed.
 - ``kvquant``: the model after ``kvcompile.compile(model, policy=...)``, for each policy.
 
-The first request is timed as a whole, including compilation. The other times come from later requests, measured by a
-streamer. The logits of the last token are then compared with the logits of the plain model, which reads all tokens at
-once. Inductor and Triton begin with empty caches on disk; a row may use kernels that an earlier row has compiled.
+The first request is timed as a whole, including compilation. The other times come from later requests: a streamer
+measures further tokens, and requests for one token measure the first. The logits of the last token are then compared
+with the logits of the plain model, which reads all tokens at once. Inductor and Triton begin with empty caches on disk;
+a row may use kernels that an earlier row has compiled.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def measure(recorder: Recorder, row: Row, case: Case, shape: Shape, args: argpar
     first_call = time.perf_counter() - begin
     recorder.say(f"the first call took {first_call:.1f} s")
     clocks = [requests.clocked() for _ in range(args.repeats)]
-    first_token = Timing.of([clock.to_first_token for clock in clocks], "wall clock")
+    first_token = Timing.of([requests.seconds_to_first_token() for _ in range(args.repeats)], "wall clock")
     token = Timing.of([step for clock in clocks for step in clock.steps], "wall clock")
     row |= {"first_call_seconds": first_call, "first_token_milliseconds": 1e3 * first_token.seconds}
     row |= {"token_milliseconds": 1e3 * token.seconds, "spread": token.spread}

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,6 @@ class Clock(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-    @property
-    def to_first_token(self) -> float:
-        """Seconds until the first new token. The streamer gets the prompt before it."""
-        return self.times[2] - self.times[0]
 
     @property
     def steps(self) -> list[float]:
@@ -90,6 +85,15 @@ class Requests:
         clock = Clock()
         self.run(clock)
         return clock
+
+    def seconds_to_first_token(self) -> float:
+        """The time of a request for one token. A streamer may get the first of several tokens a step later."""
+        request = replace(self, num_new_tokens=1)
+        synchronize()
+        begin = time.perf_counter()
+        request.run()
+        synchronize()
+        return time.perf_counter() - begin
 
 
 def reset_peak() -> None:

@@ -96,11 +96,22 @@ def test_the_last_logits_of_a_request_are_compared_with_a_plain_model():
     assert requests.run().shape == (2, 74)
 
 
-def test_the_clock_separates_the_prompt_from_the_steps():
+def test_the_clock_measures_the_steps_after_the_prompt_and_the_first_token():
     clock = generating.Clock()
     clock.times = [0.0, 1.0, 3.0, 3.5, 4.25]
-    assert clock.to_first_token == 3.0
     assert clock.steps == [0.5, 0.75]
+
+
+def test_the_first_token_is_timed_by_a_request_for_one_token():
+    seen = []
+
+    class Model:
+        def generate(self, **settings: Any) -> None:
+            seen.append((settings["max_new_tokens"], settings["streamer"]))
+
+    requests = generating.Requests(Model(), torch.zeros(1, 1), 4, {})
+    assert requests.seconds_to_first_token() > 0
+    assert seen == [(1, None)]
 
 
 def test_as_many_users_as_planned_decode_with_full_caches(monkeypatch, tmp_path):
