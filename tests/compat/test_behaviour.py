@@ -34,6 +34,7 @@ from kvcompile.compat import (
     modules,
     observing,
     recompiling,
+    stop_checks,
     tensors,
     tracing,
     triton_names,
@@ -101,6 +102,29 @@ def test_transformers_says_which_models_run_with_static_caches() -> None:
     assert promises_static_caches(transformers.LlamaForCausalLM)
     assert not promises_static_caches(transformers.GPTNeoForCausalLM)
     assert promises_static_caches(nn.Linear), "classes of other packages are not checked"
+
+
+def test_transformers_has_a_deferred_check_with_the_parameters_that_are_passed() -> None:
+    pytest.importorskip("transformers")
+    from transformers.generation import GenerationMixin, MaxLengthCriteria, utils
+
+    check: Any = getattr(utils, "DeferredStopCheck")  # noqa: B009
+    check = next(cls for cls in check.__mro__ if cls.__module__ == utils.__name__)  # under the class of kvcompile
+    assert list(inspect.signature(check.is_supported).parameters) == [
+        "device", "cache", "cache_is_returned", "is_assistant",
+    ]  # fmt: skip
+    assert list(inspect.signature(check).parameters)[:4] == ["input_ids", "max_length", "cache", "cache_is_returned"]
+    assert callable(getattr(GenerationMixin, stop_checks.STOPPING_CRITERIA))
+    assert not stop_checks.may_end_early([MaxLengthCriteria(4)])
+
+
+def test_requests_ask_after_each_token_without_the_deferred_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from transformers.generation import utils
+
+    monkeypatch.delattr(utils, "DeferredStopCheck")
+    stop_checks._replace_check.__wrapped__()
+    assert not hasattr(utils, "DeferredStopCheck")
 
 
 def test_a_view_in_a_dtype_of_another_size_is_a_method_call_in_generated_code() -> None:
