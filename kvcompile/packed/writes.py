@@ -47,13 +47,18 @@ def coordinates_of(cache: PackedTensor, axis: str = "", index: Tensor | None = N
     """
     coordinates = []
     for dim, name in enumerate("bht"):
-        along = torch.arange(_extent(cache, name), device=cache.device)
-        if index is not None and name == axis:
-            along = _indexed(along, index, cache, name)
         shape = [1, 1, 1]
         shape[dim] = -1
-        coordinates.append((along + cache.start if name == "t" else along).reshape(shape))
+        coordinates.append(_places(cache, name, index if name == axis else None).reshape(shape))
     return coordinates
+
+
+def _places(cache: PackedTensor, axis: str, index: Tensor | None) -> Tensor:
+    """The places ``index`` along ``axis`` in the packed data, int64 [n]; without ``index`` all places of ``cache``."""
+    along = torch.arange(_extent(cache, axis), device=cache.device)
+    if index is not None:
+        along = _indexed(along, index, cache, axis)
+    return along + cache.start if axis == "t" else along
 
 
 def _indexed(along: Tensor, index: Tensor, cache: PackedTensor, axis: str) -> Tensor:
@@ -156,7 +161,7 @@ def put_tokens(cache: PackedTensor, data: Tensor, index: Tensor | None, source: 
     if not runs_kernels(data) or _meaning(source) == _meaning(cache):
         put_along(cache, data, "t", index, stored(cache, source))
         return
-    positions = coordinates_of(cache, "t", index)[2].reshape(-1)
+    positions = _places(cache, "t", index)
     x = cache.to_stored_axes(plain(source).detach()).to(cache.device, cache.dtype)
     launch_write(data, cache.packed_layout, x, positions)
 
