@@ -74,6 +74,7 @@ _PARAMETERS = {
     "softmax": "input dim dtype",
     "log_softmax": "input dim dtype",
     "logsumexp": "input dim keepdim",
+    "neg": "input",
     "exp": "input",
     "log": "input",
     "tanh": "input",

@@ -38,6 +38,7 @@ from kvcompile.passes.mark.values import (
     LogWeights,
     Maximum,
     NotUnderstood,
+    Operand,
     RowValue,
     Scores,
     ShiftedSink,
@@ -172,7 +173,12 @@ def _read_sink_scale(call: Call, subject: LogSumExp | SinkOdds | SinkScale, cont
 
 
 def _read_maximum(call: Call, subject: Maximum, context: Context) -> Maximum | ShiftedSink | None:
-    """The larger one of a maximum and of a tensor, or a sink minus a maximum; None for other operations."""
+    """The larger one of a maximum and of a tensor, or a sink minus a maximum; None for other operations.
+
+    A negated maximum is a sink of 0 minus the maximum, as in softmax1 ("softmax off by one").
+    """
+    if call.name == "neg":
+        return _shifted_sink(subject, context.number(0.0))
     operands = [call.get("input"), call.get("other", call.get("dim"))]
     others = [node for node in operands if context.values.get(node) is not subject]
     if len(others) != 1 or others[0] in context.values or not _is_floats(value_of(others[0])):
@@ -180,19 +186,29 @@ def _read_maximum(call: Call, subject: Maximum, context: Context) -> Maximum | S
     if not _has_layout(call.node, subject.layout):
         return None
     if call.name in ("maximum", "max"):
-        return replace(subject, origin=call.node)
+        return replace(subject, origin=call.node, is_bounded=True)
     if call.name == "sub" and call.get("alpha", 1) == 1 and others[0] is call.get("input"):
-        sink = context.operand(others[0], subject.layout)
-        return ShiftedSink(subject.scores, subject.nodes, subject.axis, subject.layout, sink, subject.origin)
+        return _shifted_sink(subject, context.operand(others[0], subject.layout))
     return None
 
 
+def _shifted_sink(top: Maximum, sink: Operand) -> ShiftedSink:
+    return ShiftedSink(top.scores, top.nodes, top.axis, top.layout, sink, top.origin, top.is_bounded)
+
+
 def _read_sum_with_sink(call: Call, subject: RowValue, context: Context) -> RowValue | None:
-    """``exp(scores - top).sum(dim) + exp(sink - top)``, where ``top`` is one node; None for other operations."""
+    """``exp(scores - top).sum(dim) + exp(sink - top)``, where ``top`` is one node; None for other operations.
+
+    ``exp(scores).sum(dim) + c`` with a positive number ``c`` has a sink of ``log(c)``.
+    """
     if isinstance(subject, ShiftedSink) and not subject.is_exponential:
         return replace(subject, is_exponential=True) if call.name == "exp" else None
     if call.name != "add" or call.get("alpha", 1) != 1 or not _has_layout(call.node, subject.layout):
         return None
+    if isinstance(subject, ExponentialSum) and subject.sink is None:
+        added = next(filter(None, (context.constant(call.get(name)) for name in ("input", "other"))), 0.0)
+        if added > 0 and subject.exponentials.scores.shifted is None:
+            return replace(subject, sink=context.number(math.log(added)))
     values = [context.values.get(call.get(name)) for name in ("input", "other")]
     total, sink = values if isinstance(values[0], ExponentialSum) else values[::-1]
     if not isinstance(total, ExponentialSum) or not isinstance(sink, ShiftedSink) or not sink.is_exponential:
@@ -200,7 +216,7 @@ def _read_sum_with_sink(call: Call, subject: RowValue, context: Context) -> RowV
     is_of_rows = (total.axis, total.layout) == (sink.axis, sink.layout)
     if not is_of_rows or total.sink is not None or not _are_shifted_alike(total, sink):
         return None
-    return replace(total, nodes=total.nodes | sink.nodes, sink=sink.sink)
+    return replace(total, nodes=total.nodes | sink.nodes, sink=sink.sink, nan_if_hidden=not sink.is_bounded)
 
 
 def _are_shifted_alike(total: ExponentialSum, sink: ShiftedSink) -> bool:
@@ -384,7 +400,9 @@ def _read_exponentials(call: Call, subject: Exponentials, context: Context) -> K
     total = context.values.get(call.get("other"))
     if call.name == "div" and isinstance(total, ExponentialSum) and total.exponentials is subject:
         check_rows(total, subject.layout)
-        scores = subject.scores if total.sink is None else replace(subject.scores, sink=total.sink)
+        scores = subject.scores
+        if total.sink is not None:
+            scores = replace(scores, sink=total.sink, nan_if_hidden=total.nan_if_hidden)
         weights = _softmax(scores, subject.layout, total.axis, subject.nodes | total.nodes)
         return weights and replace(weights, has_sink=False)  # the sink has no column of weights
     raise NotUnderstood(f"{call.name} is applied to the exponentials of its scores")

@@ -64,6 +64,10 @@ class Context:
     def bound(self, value: Any) -> float:
         return bound_of(value, self.is_changed)
 
+    def number(self, number: float) -> Operand:
+        """A number in the place of a tensor."""
+        return Operand(number, (), self.position)
+
     def operand(self, node: Any, layout: Layout) -> Operand:
         """A tensor that is broadcast against a tensor of layout ``layout``."""
         value = value_of(node)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
@@ -26,15 +27,15 @@ class NotUnderstood(Refusal):
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor from outside that takes part in the computation.
+    """A tensor or a number from outside that takes part in the computation.
 
     Attributes:
-        node: the tensor, or a symbolic number.
+        node: the node of a tensor or of a symbolic number, or a number.
         layout: the axes of its dimensions.
         position: place in the graph where the model reads it.
     """
 
-    node: Node
+    node: Any
     layout: Layout
     position: int
 
@@ -91,6 +92,7 @@ class Scores:
         sink: the logits of the sinks; None without sinks.
         sink_axis: the axis along which the logits were concatenated to the scores; "" if they were not concatenated.
         sink_first: whether the sinks come before the first key, not after the last.
+        nan_if_hidden: whether a row without a visible key is NaN in spite of its sink: its maximum is subtracted.
         shifted: the axis along which one number was subtracted from each row of scores; "" if it was subtracted from
             all scores, None if nothing was subtracted.
         shift: the node that computes these numbers, if nothing else was subtracted and the result was not scaled.
@@ -107,6 +109,7 @@ class Scores:
     sink: Operand | None = None
     sink_axis: str = ""
     sink_first: bool = False
+    nan_if_hidden: bool = False
     shifted: str | None = None
     shift: Node | None = None
 
@@ -135,10 +138,12 @@ class Maximum(RowValue):
     Attributes:
         origin: the node that computes it, before views.
         is_pair: whether it is the pair of maxima and indices of ``torch.max``.
+        is_bounded: whether it is the larger one of the maximum and of a tensor.
     """
 
     origin: Node
     is_pair: bool = False
+    is_bounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,10 +167,14 @@ class SinkScale(RowValue):
 
 @dataclass(frozen=True)
 class ShiftedSink(RowValue):
-    """A sink minus the number of the node ``shift`` for each row. ``is_exponential``: the exponential of this."""
+    """A sink minus the number of the node ``shift`` for each row. ``is_exponential``: the exponential of this.
+
+    ``is_bounded``: whether the number is finite for a row without a visible key.
+    """
 
     sink: Operand
     shift: Node
+    is_bounded: bool
     is_exponential: bool = False
 
 
@@ -180,10 +189,14 @@ class Exponentials:
 
 @dataclass(frozen=True)
 class ExponentialSum(RowValue):
-    """The sum of ``exponentials`` of scores along an axis, and of the exponential of ``sink`` if it is not None."""
+    """The sum of ``exponentials`` of scores along an axis, and of the exponential of ``sink`` if it is not None.
+
+    ``nan_if_hidden``: see :class:`Scores`.
+    """
 
     exponentials: Exponentials
     sink: Operand | None = None
+    nan_if_hidden: bool = False
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def _understood(writer: GraphWriter, attention: WrittenAttention, module: str) -
     if weights is None:
         raise NotUnderstood("its scores or weights are not understood")
     scores, (batch, heads, rows, _) = weights.scores, attention.dims
-    may_be_nan = (scores.sink is None or weights.is_scaled) and not weights.hidden_rows_are_zero
+    sink_counts = scores.sink is not None and not scores.nan_if_hidden and not weights.is_scaled
+    may_be_nan = not sink_counts and not weights.hidden_rows_are_zero
     hidden_rows_are_nan = may_be_nan and may_hide_rows(scores.bias)
     scores, sinks = _sinks(writer, scores, attention)
     output = _rearrangement(attention.output_layout, (batch, heads, rows, (CHANNELS,)))
@@ -169,15 +170,18 @@ def _sinks(writer: GraphWriter, scores: Scores, attention: WrittenAttention) -> 
     scores then have no rows, and the output is empty.
     """
     sink = scores.sink
-    if sink is None or statically_known_true(value_of(sink.node).numel() == 0):
+    is_number = sink is not None and not isinstance(sink.node, Node)
+    if sink is None or (not is_number and statically_known_true(value_of(sink.node).numel() == 0)):
         return scores, None
     batch, heads, rows, _ = attention.dims
     num_heads = math.prod(axis.size for dim in attention.product.out for axis in dim if axis.name in heads)
     if not isinstance(num_heads, int):
         raise NotUnderstood("its sinks are for an unknown number of heads")
+    if is_number:
+        return scores, _logits(writer, num_heads, sink.node)
     for axes, stride in zip(sink.layout, value_of(sink.node).stride(), strict=True):
         if any(axis.name in (*batch, *rows) for axis in axes) and not statically_known_true(stride == 0):
-            return _without_sinks_of_rows(writer, scores, sink), _no_logits(writer, num_heads)
+            return _without_sinks_of_rows(writer, scores, sink), _logits(writer, num_heads, 0.0)
     node = _beside_scores(writer, sink, attention)
     for dim in (3, 2, 0):
         node = writer.call("select", node, dim, 0)
@@ -192,5 +196,5 @@ def _without_sinks_of_rows(writer: GraphWriter, scores: Scores, sink: Operand) -
     return replace(scores, bias=(*scores.bias, Add(replace(sink, node=lowest), -1.0)))
 
 
-def _no_logits(writer: GraphWriter, num_heads: int) -> Node:
-    return writer.call(torch.zeros, (num_heads,), dtype=torch.float32, device=value_of(writer.like).device)
+def _logits(writer: GraphWriter, num_heads: int, logit: float) -> Node:
+    return writer.call(torch.full, (num_heads,), logit, dtype=torch.float32, device=value_of(writer.like).device)

@@ -177,6 +177,45 @@ def test_a_row_without_a_visible_key_stays_nan_if_sinks_only_scale_the_output() 
 
 
 @pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_row_without_a_visible_key_is_nan_if_its_maximum_is_infinite(with_sinks: bool, bounded: bool) -> None:
+    """The model subtracts the maximum of a row from its scores, or the larger one of the maximum and a number."""
+
+    def form(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+        scores = scores_of(q, k).masked_fill(~o.allowed, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        top = top.maximum(torch.zeros(1)) if bounded else top
+        exponentials = (scores - top).exp()
+        beside = (o.sinks.view(1, -1, 1, 1) - top).exp() if with_sinks else (-top).exp()
+        return exponentials / (exponentials.sum(-1, keepdim=True) + beside) @ repeat_kv(v)
+
+    given = arguments(3)
+    given[6].allowed[:, :, 1] = False
+    out, expected = on_packed_caches(form, given)
+    assert bool(expected[:, :, 1].isnan().all()) != bounded
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("added", [1.0, -0.5, 0.0])
+def test_a_number_beside_the_sum_of_shifted_exponentials_and_one_that_is_not_positive_stay_plain(added: float) -> None:
+    """Beside shifted exponentials a number is a sink that differs between rows, and no sink makes a sum smaller."""
+
+    def form(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+        scores = scores_of(q, k)
+        exponentials = (scores - scores.amax(-1, keepdim=True)).exp() if added > 0 else scores.exp()
+        return exponentials / (exponentials.sum(-1, keepdim=True) + added) @ repeat_kv(v)
+
+    given = arguments(3)
+    expected = step(form, *copy.deepcopy(given))
+    options = {"policy": "int8_per_token_head", "on_unsupported": "ignore"}
+    out = torch.compile(step, backend="kvquant", options=options)(form, *given)
+    torch.testing.assert_close(out, expected)
+    assert last_report().totals.packed_layers == 0
+
+
+@pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("factor", [-torch.inf, -1e6, 30.0])
 def test_sinks_of_rows_may_be_far_from_the_scores(factor: float) -> None:
     def form(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:

@@ -328,6 +328,20 @@ def sinks_beside_the_sum_of_masked_exponentials(q: Tensor, k: Tensor, v: Tensor,
 
 
 @form
+def softmax_off_by_one(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = (q @ repeat_kv(k).mT).masked_fill(~o.allowed, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    exponentials = (scores - top).exp()
+    return exponentials / (exponentials.sum(-1, keepdim=True) + (-top).exp()) @ repeat_kv(v)
+
+
+@form
+def softmax_off_by_a_number(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    exponentials = ((q @ repeat_kv(k).mT) * D**-0.5).masked_fill(~o.allowed, -torch.inf).exp()
+    return exponentials / (0.3 + exponentials.sum(-1, keepdim=True)) @ repeat_kv(v)
+
+
+@form
 def scores_that_the_caller_drops(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     """As in Whisper of OpenAI, whose attention also returns its scores."""
     scores = (q @ repeat_kv(k).mT + o.additive).float()
