@@ -298,8 +298,9 @@ def logarithms_scaled(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return (scores_of(q, k).log_softmax(-1) * 0.5).exp() @ repeat_kv(v)
 
 
-def one_more_than_the_sum(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
-    exponentials = scores_of(q, k).exp()
+def one_more_than_the_sum_of_shifted_exponentials(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
     return exponentials / (1 + exponentials.sum(-1, keepdim=True)) @ repeat_kv(v)
 
 
@@ -464,7 +465,7 @@ UNSUPPORTED: dict[Form, str] = {
     logsumexp_returned: "also used by the caller",
     logsumexp_subtracted_twice: "exponentials are multiplied with the values before",
     logarithms_scaled: "mul is applied to the logarithm of its weights",
-    one_more_than_the_sum: "div is applied to the exponentials",
+    one_more_than_the_sum_of_shifted_exponentials: "div is applied to the exponentials",
 }
 
 
