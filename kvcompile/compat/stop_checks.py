@@ -26,7 +26,13 @@ DEVICES = ("cuda",)
 
 
 class StopsLate(Protocol):
-    """A request, which decides whether it stops one step late."""
+    """A request, which decides whether it stops one step late.
+
+    Attributes:
+        may_end_early: whether it may end before its greatest length. Otherwise no step is one too many.
+    """
+
+    may_end_early: bool
 
     def stops_late(self, cache: Any, is_returned: bool) -> bool:
         """Whether the request may run one step too many.
@@ -85,8 +91,10 @@ def _check_class(original: Any) -> Any:
             late = _is_late(input_ids.device, cache, cache_is_returned)
             # The request undoes a step in its cache itself, so the original gets no cache to crop.
             super().__init__(input_ids, max_length, cache, cache_is_returned and not late, *more)
-            self.undo = _REQUEST.get() if late and cache_is_returned else None
-            self.draws = _Draws(input_ids.device) if late else None
+            request = _REQUEST.get() if late else None
+            may_undo = request is not None and request.may_end_early
+            self.undo = request if may_undo and cache_is_returned else None
+            self.draws = _Draws(input_ids.device) if may_undo else None
 
         def __call__(self, *args: Any) -> bool:
             if self.draws is not None:

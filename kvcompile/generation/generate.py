@@ -146,11 +146,11 @@ class Request:
         return cache is not None and cache is self.decodes_with and ids is not None and ids.shape[1:] == (1,)
 
     def stops_late(self, cache: Any, is_returned: bool) -> bool:
-        """Whether a step too much leaves no trace. See :class:`kvcompile.compat.stop_checks.StopsLate`."""
+        """Whether one step too many leaves no trace. See :class:`kvcompile.compat.stop_checks.StopsLate`."""
         if self.is_custom or cache is None or cache is not self.decodes_with:
             return False
         if not self.may_end_early:
-            return True  # no step is too much, because the host knows the greatest length
+            return True  # the host knows the last step
         return not self.calls_back and (not is_returned or can_forget(cache))
 
     def drop_last_token(self) -> None:

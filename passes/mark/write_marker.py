@@ -170,14 +170,14 @@ def _sinks(writer: GraphWriter, scores: Scores, attention: WrittenAttention) -> 
     scores then have no rows, and the output is empty.
     """
     sink = scores.sink
-    is_number = sink is not None and not isinstance(sink.node, Node)
-    if sink is None or (not is_number and statically_known_true(value_of(sink.node).numel() == 0)):
+    is_tensor = sink is not None and isinstance(sink.node, Node)
+    if sink is None or (is_tensor and statically_known_true(value_of(sink.node).numel() == 0)):
         return scores, None
     batch, heads, rows, _ = attention.dims
     num_heads = math.prod(axis.size for dim in attention.product.out for axis in dim if axis.name in heads)
     if not isinstance(num_heads, int):
         raise NotUnderstood("its sinks are for an unknown number of heads")
-    if is_number:
+    if not is_tensor:
         return scores, _logits(writer, num_heads, sink.node)
     for axes, stride in zip(sink.layout, value_of(sink.node).stride(), strict=True):
         if any(axis.name in (*batch, *rows) for axis in axes) and not statically_known_true(stride == 0):

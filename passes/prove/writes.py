@@ -45,7 +45,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout.axes import heads_first, size_along
 from kvcompile.passes.graph.aten import (
-    WRITE_OPS,
     arguments,
     computed_alike,
     same_sizes,
@@ -289,13 +288,19 @@ def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
 
 def _match_some_sequences(node: Node, axes: str, role: str) -> CacheWrite:
     """A write to a slice of the batch that is put back."""
-    part = node.args[1]
-    write = match_write(part, axes, role)
-    if write is None or not write.writes_tokens or write.first_sequence is not None or not _is_put_back(node, part):
+    write = _write_of_part(node, axes, role)
+    if write is None or write.first_sequence is not None:
         raise _refuse(node, role, "it writes a slice of the batch that is not a write of its tokens")
-    own = (part, write.base, *write.own)
-    write = replace(write, node=node, base=node.args[0], own=own)
     return _of_some_sequences(write, _first_sequence(node, axes, role))
+
+
+def _write_of_part(scatter: Node, axes: str, role: str) -> CacheWrite | None:
+    """The write of tokens to a part, in the order ``axes``, that ``scatter`` puts back; None if it is no such write."""
+    base, part, *_ = arguments(scatter)
+    write = match_write(part, axes, role)
+    if write is None or not write.writes_tokens or not _is_put_back(scatter, part):
+        return None
+    return replace(write, node=scatter, base=base, own=(part, write.base, *write.own))
 
 
 def _of_some_sequences(write: CacheWrite, first_sequence: Any) -> CacheWrite:
@@ -355,14 +360,14 @@ def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
 
 def _match_one_index(node: Node, axes: str, role: str) -> CacheWrite:
     """A write to one sequence, or to the only head, that is put back."""
-    base, part, axis, index = arguments(node)
+    base, _, axis, index = arguments(node)
     size = shape_of(base)[axis]
     is_only = statically_known_true(size == 1)
-    fits = len(axes) == 4 and (axes[axis] == "b" or (axes[axis] == "h" and is_only)) and part.target in WRITE_OPS
-    write = match_write(part, axes.replace(axes[axis], ""), role) if fits else None
-    if write is None or not write.writes_tokens or not _is_put_back(node, part):
+    fits = len(axes) == 4 and (axes[axis] == "b" or (axes[axis] == "h" and is_only))
+    write = _write_of_part(node, axes.replace(axes[axis], ""), role) if fits else None
+    if write is None:
         raise _refuse(node, role, f"it writes one index of dimension {axis}")
-    write = replace(write, node=node, base=base, axes=axes, own=(part, write.base, *write.own))
+    write = replace(write, axes=axes)
     return write if is_only else _of_some_sequences(write, _checked_sequence(node, index, size, role))
 
 
