@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 from formats_of_every_kind import in_turn  # noqa: E402
 from policies import reading_packed  # noqa: E402
 from small_models import give_outlier_keys  # noqa: E402
-from tiny_llama import assistant, assisted_on_static_caches, attention_llama  # noqa: E402
+from tiny_llama import assistant, assisted_on_static_caches, attention_llama, left_padded  # noqa: E402
 
 LOSSLESS = {"default": {"dtype": "float32"}}
 """Packed caches store float32 exactly, so tokens must equal the tokens without kvcompile."""
@@ -36,13 +36,6 @@ LOSSLESS = {"default": {"dtype": "float32"}}
 FORMATS = ["int8_per_token_head", "int4", "turboquant_4bit_nc"]
 
 REPETITIVE = torch.tensor([[5, 6, 7, 8] * 5])
-
-
-def left_padded(num_tokens: int = 20) -> dict[str, Tensor]:
-    ids = torch.randint(3, 97, (2, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
-    mask = torch.ones_like(ids)
-    mask[0, :7] = ids[0, :7] = 0
-    return {"inputs": ids, "attention_mask": mask}
 
 
 def generated(model: Any, **arguments: Any) -> Any:

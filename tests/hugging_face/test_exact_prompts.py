@@ -13,7 +13,7 @@ from kvcompile.caches.prompt import updating_layers
 from kvcompile.caches.requests import packed_layers
 
 transformers = pytest.importorskip("transformers")
-from tiny_llama import DEVICES, tiny_llama  # noqa: E402
+from tiny_llama import DEVICES, left_padded, tiny_llama  # noqa: E402
 
 COARSE = "turboquant_2bit"
 """A format whose rounding changes every result."""
@@ -51,12 +51,6 @@ def test_short_prompts_and_packed_policies_read_stored_tokens(length: int, polic
     ids = torch.randint(0, 97, (2, length))
     model = kvcompile.compile(tiny_llama(), policy=policy)
     assert relative_error(logits_after_prompt(model, ids), logits_after_prompt(tiny_llama(), ids)) > 1e-3
-
-
-def left_padded(length: int) -> dict[str, torch.Tensor]:
-    mask = torch.ones(2, length, dtype=torch.int64)
-    mask[0, :7] = 0
-    return {"inputs": torch.randint(3, 97, (2, length)) * mask, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -13,7 +13,7 @@ from kvcompile import collect_reports
 from kvcompile.packed.tensor import PackedTensor
 
 transformers = pytest.importorskip("transformers")
-from tiny_llama import DEVICES, assistant, assisted_on_static_caches, attention_llama  # noqa: E402
+from tiny_llama import DEVICES, assistant, assisted_on_static_caches, attention_llama, left_padded  # noqa: E402
 
 
 @pytest.mark.usefixtures("node_by_node_on_cpu")
@@ -52,13 +52,6 @@ LOSSLESS = {"default": {"dtype": "float32"}}
 """Packed caches store float32 exactly, so tokens must equal the tokens without the backend."""
 
 REPETITIVE = torch.tensor([[5, 6, 7, 8] * 5])
-
-
-def left_padded(num_tokens: int = 20) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 97, (2, num_tokens), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    mask[0, :7] = ids[0, :7] = 0
-    return {"inputs": ids, "attention_mask": mask}
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -58,3 +58,11 @@ def fresh_cache(model: Any, kind: str) -> Any:
     if kind == "static":
         return transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
     return transformers.DynamicCache(config=model.config)
+
+
+def left_padded(num_tokens: int = 20) -> dict[str, torch.Tensor]:
+    """Two prompts for ``generate()``; the first one has 7 tokens of padding. Equal numbers give equal tokens."""
+    ids = torch.randint(3, 97, (2, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = ids[0, :7] = 0
+    return {"inputs": ids, "attention_mask": mask}
