@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,12 @@ BEGIN_EARLY = (
 
 CASES = pytest.StashKey[Counter[str]]()
 """The number of cases that were collected so far, by the test that has the mark ``sampled``."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """At most 8 workers by default, because each takes 1 to 3 GiB. ``-n 14`` starts 14."""
+    return min((yield), 8)
 
 
 def pytest_configure(config: pytest.Config) -> None:
