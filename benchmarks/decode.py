@@ -35,8 +35,8 @@ from kvcompile.benching.workloads import (
     parse_formats,
     time_sdpa,
 )
-from kvcompile.kernels import launch
-from kvcompile.kernels.attention.configs import AttentionConfig, num_splits
+from kvcompile.kernels import launch, ops
+from kvcompile.kernels.attention.configs import AttentionConfig, Division, division_of
 from kvcompile.passes.site import FormatPair
 
 SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072", "8,32/8,128,1024")]
@@ -62,10 +62,12 @@ def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Ti
 def programs_per_sm(count: int) -> Iterator[None]:
     """Inside the ``with`` block, decode kernels have ``count`` programs per multiprocessor in all configurations."""
 
-    def splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
-        return num_splits(dataclasses.replace(config, programs_per_sm=count), programs, kv_len, num_sms)
+    def division(config: AttentionConfig, *arguments: int) -> Division:
+        return division_of(dataclasses.replace(config, programs_per_sm=count), *arguments)
 
-    with mock.patch.object(launch, "num_splits", splits):
+    # Recipes of earlier calls have the grid of another number.
+    recipes = mock.patch.object(ops.REPEATED["attention"], "_recipes", {})
+    with mock.patch.object(launch, "division_of", division), recipes:
         yield
 
 

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.attention.call import AttentionCall
-from kvcompile.kernels.attention.configs import AttentionConfig, attention_config, config_with_factors, num_splits
+from kvcompile.kernels.attention.configs import (
+    AttentionConfig,
+    attention_config,
+    config_with_factors,
+    division_of,
+    num_splits,
+)
 from kvcompile.kernels.attention.decode import attention_kernel, attention_with_factors_kernel
 from kvcompile.kernels.attention.exact_blocks import num_items
 from kvcompile.kernels.attention.launch_prefill import attend_prefill, dequantize_pairs, is_prefill
@@ -37,6 +43,9 @@ _layout = PackedLayout.parse
 
 RANGES_AT_ONCE = 16
 """The most query positions of a sequence for which the merge of splits reads their visible ranges."""
+
+MANY_ROWS = 2048
+"""The least query rows of which a program of the merge takes four."""
 
 launch_attention = Launcher(attention_kernel, writes=("out_ptr", "lse_ptr"))
 launch_attention_with_factors = Launcher(attention_with_factors_kernel, writes=("out_ptr", "lse_ptr"))
@@ -148,12 +157,14 @@ class Splits(NamedTuple):
         tile_tokens: tokens of a tile; 0 if splits do not take turns at tiles.
         exact: splits of the exact blocks, which come after the packed splits. Their outputs are in the original basis.
         exact_items: items of exact blocks. They are shared out among the splits before the tiles are.
+        whole_rows: the first query rows, whose tokens are not split.
     """
 
     packed: int
     tile_tokens: int = 0
     exact: int = 0
     exact_items: int = 0
+    whole_rows: int = 0
 
 
 def _merge_splits(
@@ -173,7 +184,7 @@ def _merge_splits(
     batch, num_heads, q_len, _ = call.query.shape
     num_rows, early = batch * num_heads * q_len, launcher.early_start(call.query.device)
     one_split = splits.packed == 1
-    rows_at_once, splits_at_once, channels = _tile_of_merge(splits.packed, value)
+    rows_at_once, splits_at_once, channels = _tile_of_merge(splits, num_rows, num_heads * q_len, value)
     elements = rows_at_once * splits_at_once * channels
     ranges, positions = lse, 0
     if call.ranges is not None and splits.tile_tokens > 0 and not one_split and q_len <= RANGES_AT_ONCE:
@@ -182,22 +193,29 @@ def _merge_splits(
         (ceil_div(num_rows, rows_at_once), ceil_div(value.head_dim, channels), 1),
         (partial, lse, lse if sinks is None else sinks.contiguous(), ranges, out, lse if out_lse is None else out_lse),
         (),
-        (num_rows, splits.packed, splits.exact, splits.exact_items, num_heads, q_len, splits.tile_tokens),
+        (
+            num_rows, splits.whole_rows, splits.packed, splits.exact, splits.exact_items, num_heads, q_len,
+            splits.tile_tokens,
+        ),
         (value, sinks is not None, rows_at_once, splits_at_once, channels, positions, bool(early), out_lse is not None),
         {"num_warps": max(1 if one_split else 4, elements // 2048), **early},  # up to 64 elements per thread
-    )
+    )  # fmt: skip
 
 
-def _tile_of_merge(splits: int, value: PackedOperand) -> tuple[int, int, int]:
+def _tile_of_merge(splits: Splits, num_rows: int, rows_of_sequence: int, value: PackedOperand) -> tuple[int, int, int]:
     """Rows, splits and channels that a program of the merge reads at once.
 
-    More than 64 splits are outputs of few rows. Their channels are then divided among programs, so that more of the
-    device takes part. Undoing a rotation needs all channels.
+    Many rows with few splits run best in few programs, because each program waits for its loads. More than 64 splits
+    are outputs of few rows. Their channels are then divided among programs, so that more of the device takes part.
+    Undoing a rotation needs all channels.
     """
-    if splits == 1:
+    at_once = triton.next_power_of_2(splits.packed)
+    if at_once == 1:
         return 4, 1, value.padded_head_dim
-    at_once = min(max(16, triton.next_power_of_2(splits)), 128)
-    return 1, at_once, value.padded_head_dim if value.rotated or splits <= 64 else min(32, value.padded_head_dim)
+    if at_once <= 8 and num_rows >= MANY_ROWS and rows_of_sequence % 4 == 0 and splits.whole_rows % 4 == 0:
+        return 4, at_once, value.padded_head_dim
+    channels = value.padded_head_dim if value.rotated or at_once <= 64 else min(32, value.padded_head_dim)
+    return 1, min(max(16, at_once), 128), channels
 
 
 def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data: Tensor) -> tuple[Any, float]:
@@ -282,23 +300,26 @@ def _attend_decode(
 
     Arguments and results are the same as in :func:`attend_prefill`, apart from the configuration and the splits.
     """
-    batch, num_heads, q_len, _ = call.query.shape
+    batch, _, q_len, _ = call.query.shape
     num_kv_heads, group_size = call.k_data.shape[2], call.group_size
     device = call.query.device
     rows = group_size * q_len
     float32 = call.query.dtype == torch.float32
     row_tiles = ceil_div(rows, config.rows)
-    splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, launcher.num_sms_of(device))
+    num_whole, splits = division_of(config, batch * num_kv_heads, row_tiles, call.kv_len, launcher.num_sms_of(device))
+    num_divided = batch * num_kv_heads // (num_whole + 1)
     num_entries = max(call.key.num_entries, call.value.num_entries)
     items = num_items(num_entries, call.key.block_tokens, config.num_warps)
     exact_key, exact_value = _exact_operands(call.key, call.value, call.query.dtype) if items else (None, None)
     exact_splits = min(splits, items)
     is_partial = splits > 1 or call.value.rotated or with_lse or items > 0
     partial = lse = out
+    rows_of_divided = num_divided * rows
+    whole_rows = num_whole * rows_of_divided
     if is_partial:
-        outputs = (splits + exact_splits, batch * num_heads * q_len)
-        partial = call.query.new_empty((*outputs, call.value.head_dim), dtype=torch.float32)
-        lse = call.query.new_empty((*outputs, 2), dtype=torch.float32)
+        outputs = rows_of_divided * (splits + exact_splits) + whole_rows * (1 + min(exact_splits, 1))
+        partial = call.query.new_empty((outputs, call.value.head_dim), dtype=torch.float32)
+        lse = call.query.new_empty((outputs, 2), dtype=torch.float32)
     launch = launch_attention
     queries: tuple[Tensor, ...] = (call.query,)
     query_strides: tuple[tuple[int, ...], ...] = (call.query.stride(),)
@@ -308,14 +329,15 @@ def _attend_decode(
         launch, queries = launch_attention_with_factors, (call.query, paired, factors)
         query_strides, lengths = (call.query.stride(), paired.stride()), (call.kv_len, factors.shape[1])
     launch(
-        (batch * num_kv_heads, row_tiles, splits),
+        (num_divided, row_tiles, num_whole + splits),
         (
             *queries, call.k_data, call.v_data, call.mask, call.query if call.ranges is None else call.ranges,
             partial, lse,
         ),
         (*query_strides, strides_of(call.k_data), strides_of(call.v_data), call.mask_strides),
         (
-            num_kv_heads, q_len, *lengths, splits, call.score_scale, call.softcap, call.key_scale, call.value_scale,
+            num_kv_heads, q_len, *lengths, num_whole, splits, call.score_scale, call.softcap, call.key_scale,
+            call.value_scale,
         ),
         (
             call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, _has_mask_per_row(call),
@@ -325,7 +347,7 @@ def _attend_decode(
         ),
         config.options,
     )  # fmt: skip
-    return partial, lse, Splits(splits, config.tokens, exact_splits, items)
+    return partial, lse, Splits(splits, config.tokens, exact_splits, items, whole_rows)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvcompile.compat.triton_names import PREFERS_WARPGROUPS
 from kvcompile.kernels.lang.launcher import Multiprocessor, ceil_div
@@ -108,9 +109,9 @@ RESERVED_NBYTES = 1 << 10
 """Shared memory that a multiprocessor reserves for each program."""
 
 SPLITS_IN_ROUNDS = 5
-"""The splits if not all programs run at once, and the last round would not be full. More were not faster (H200)."""
+"""The splits if not all programs run at once. More were not faster (H200)."""
 MOST_ROUNDS = 8
-"""The most rounds of whole sequences that are split. After more rounds the last one hardly matters."""
+"""The most rounds of KV heads that all have splits. After more rounds the last one hardly matters."""
 TILES_OF_ROUND = 8
 """The least tiles of such a split: a program also has to prepare its query, and the splits must be merged."""
 
@@ -395,8 +396,41 @@ def latent_config(
     return tuned or replace(PORTABLE_LATENTS, programs_per_sm=max(1, min(PORTABLE_LATENTS.programs_per_sm, room)))
 
 
+class Division(NamedTuple):
+    """How the tokens of KV heads are divided among programs of the decode kernel, see its docstring.
+
+    Attributes:
+        num_whole: KV heads whose tokens are not split, for each KV head with splits.
+        num_splits: the splits of the other KV heads.
+    """
+
+    num_whole: int
+    num_splits: int
+
+
+def division_of(config: AttentionConfig, num_heads: int, row_tiles: int, kv_len: int, num_sms: int) -> Division:
+    """The division of the tokens that should take the least time. Every split has a tile.
+
+    If not all programs run at once, at least one round of KV heads is split, and starts last. Multiprocessors that are
+    done with whole KV heads earlier then take more splits, and few outputs are merged.
+
+    Args:
+        config: the configuration of the kernel.
+        num_heads: KV heads of all sequences.
+        row_tiles: tiles of query rows of a KV head.
+        kv_len: the number of tokens.
+        num_sms: streaming multiprocessors of the device.
+    """
+    programs, room = num_heads * row_tiles, config.programs_per_sm * num_sms
+    if programs <= room:
+        return Division(0, num_splits(config, programs, kv_len, num_sms))
+    splits = _splits_in_rounds(max(1, ceil_div(kv_len, config.tokens)))
+    shares = range(programs // room, 0, -1) if splits > 1 else [1]
+    return Division(next(count for count in shares if num_heads % count == 0) - 1, splits)
+
+
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
-    """The number of splits of the tokens that should take the least time. Every split has a tile.
+    """The number of splits that should take the least time if all KV heads have the same. Every split has a tile.
 
     If two splits of every sequence can run at once, all programs run in one round. Otherwise the last round may have
     few programs: 1.2 rounds of whole sequences take almost as long as two. More splits make rounds shorter, so that
@@ -417,5 +451,11 @@ def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int
     elif programs > MOST_ROUNDS * room or -programs % room <= room // 10:  # the last round is almost full
         splits = 1
     else:
-        splits = max(1, min(SPLITS_IN_ROUNDS, tiles // TILES_OF_ROUND))
+        return _splits_in_rounds(tiles)
+    return ceil_div(tiles, ceil_div(tiles, splits))
+
+
+def _splits_in_rounds(tiles: int) -> int:
+    """The number of splits of ``tiles`` tiles if not all programs run at once."""
+    splits = max(1, min(SPLITS_IN_ROUNDS, tiles // TILES_OF_ROUND))
     return ceil_div(tiles, ceil_div(tiles, splits))

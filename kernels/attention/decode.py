@@ -23,6 +23,9 @@ A tensor core product has at least eight columns, and four query heads of a KV h
 then takes two neighbouring columns. Either the softmax skips every other column, or the two columns are the digits of
 an integer query (:mod:`kvcompile.kernels.attention.query`).
 
+The tokens of a KV head are divided among splits, so that all programs of the device have work. If there are more KV
+heads than programs run at once, only the last KV heads are divided, see
+:func:`kvcompile.kernels.attention.configs.division_of`.
 Splits take turns at the visible tiles: split ``s`` takes the tiles ``s``, ``s + num_splits``, and so on. All splits
 have work even if only a part of the cache is visible. :mod:`kvcompile.kernels.attention.splits` merges their outputs.
 If the caches have exact blocks, the splits also take turns at these blocks, see
@@ -68,18 +71,22 @@ from kvcompile.kernels.tiles.header import block_ptr
 from kvcompile.kernels.tiles.packed import load_packed, prefetch
 
 
-@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits"])
+@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_whole", "num_splits"])
 def attention_kernel(
     query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
     query_strides, key_strides, value_strides, mask_strides,
-    num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap, key_scale, value_scale,
+    num_kv_heads, q_len, kv_len, num_whole, num_splits, score_scale, softcap, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, MERGES_EARLY: tl.constexpr,
     EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, EXACT_ITEMS: tl.constexpr, EXACT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS query rows of one KV head, one split of the tokens. Grid (batch * num_kv_heads, rows, splits).
+    """One program: ROWS query rows of one KV head, and all tokens or one split of them.
+
+    Grid (num_divided, rows, num_whole + num_splits), where ``num_divided`` is the number of KV heads of all sequences
+    divided by ``1 + num_whole``. The last ``num_divided`` KV heads have ``num_splits`` splits. The tokens of all
+    earlier ones are not split, and these programs start first.
 
     Args:
         query_ptr: [batch, num_heads, q_len, head_dim], strides (batch, head, position, channel).
@@ -87,10 +94,12 @@ def attention_kernel(
         mask_ptr: [batch, num_heads, q_len, kv_len], strides of 0 where it broadcasts; uint8 if MASK is "bool", any
             float dtype if MASK is "float", unused if MASK is "none".
         range_ptr: int32 [batch, q_len, 3], the ranges of a bool mask, see :mod:`kvcompile.kernels.tiles.visible_range`.
-        out_ptr: [batch, num_heads, q_len, v_head_dim], or with PARTIAL float32 [num_splits + exact_splits, ...]:
-            outputs of packed tokens in the stored basis, then outputs of exact blocks in the original basis.
+        out_ptr: [batch, num_heads, q_len, v_head_dim], or with PARTIAL float32 [outputs, v_head_dim] in the
+            order of :func:`kvcompile.kernels.attention.splits.out_rows`. Outputs of packed tokens are in the stored
+            basis, and outputs of exact blocks in the original basis.
         lse_ptr: with PARTIAL, the log-sum-exp in units of log2 and in two parts, as in
             :func:`kvcompile.kernels.attention.splits.combine_kernel`.
+        num_whole: KV heads with one program for each KV head with ``num_splits`` programs.
         score_scale: factor of the scores times log2(e).
         softcap: with HAS_SOFTCAP, the bound of the scores times log2(e).
         key_scale, value_scale: static scales. They are arguments because layers differ in them and share the kernel.
@@ -102,17 +111,17 @@ def attention_kernel(
     """
     _attend(
         None, query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr, query_strides, key_strides,
-        value_strides, mask_strides, num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap, key_scale,
-        value_scale, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS,
-        TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION, False,
+        value_strides, mask_strides, num_kv_heads, q_len, kv_len, num_whole, num_splits, score_scale, softcap,
+        key_scale, value_scale, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION,
+        ROWS, TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION, False,
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_factors", "num_splits"])
+@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_factors", "num_whole", "num_splits"])
 def attention_with_factors_kernel(
     query_ptr, paired_ptr, factors_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
     query_strides, paired_strides, key_strides, value_strides, mask_strides,
-    num_kv_heads, q_len, kv_len, num_factors, num_splits, score_scale, softcap, key_scale, value_scale,
+    num_kv_heads, q_len, kv_len, num_factors, num_whole, num_splits, score_scale, softcap, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -133,7 +142,7 @@ def attention_with_factors_kernel(
     _attend(
         factors, query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr,
         out_ptr, lse_ptr, query_strides, key_strides, value_strides, mask_strides, num_kv_heads, q_len, kv_len,
-        num_splits, score_scale, softcap, key_scale,
+        num_whole, num_splits, score_scale, softcap, key_scale,
         value_scale, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS,
         TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION, True,
     )  # fmt: skip
@@ -143,7 +152,7 @@ def attention_with_factors_kernel(
 def _attend(
     factors, query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
     query_strides, key_strides, value_strides, mask_strides,
-    num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap, key_scale, value_scale,
+    num_kv_heads, q_len, kv_len, num_whole, num_splits, score_scale, softcap, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -156,9 +165,11 @@ def _attend(
     """
     if MERGES_EARLY:
         gdc_launch_dependents()
-    batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
-    split = tl.program_id(2)
+    number = tl.program_id(0) + tl.minimum(tl.program_id(2), num_whole) * tl.num_programs(0)  # of the KV head
+    batch = (number // num_kv_heads).to(tl.int64)
+    kv_head = (number % num_kv_heads).to(tl.int64)
+    split = tl.maximum(tl.program_id(2) - num_whole, 0)
+    num_splits = tl.where(tl.program_id(2) < num_whole, 1, num_splits)
     # The last tile of rows comes first, because it takes longest under a causal mask.
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     key_ptr = referred(key_ptr, KEY) + batch * key_strides[1] + kv_head * key_strides[2]
@@ -197,7 +208,7 @@ def _attend(
         packed_begin, packed_end = packed_range(key_tags, value_tags, KEY, VALUE)
         all_begin, all_end = tl.maximum(all_begin, packed_begin), tl.minimum(all_end, packed_end)
 
-    out_row = out_rows(program, head, position, split, GROUP_SIZE, PARTIAL)
+    out_row = out_rows(program, head, position, split, num_whole, GROUP_SIZE, PARTIAL, EXACT_ITEMS > 0)
     # In a long static cache with few tokens most splits have no tile.
     if MASK == "bool" and PARTIAL and own_tiles <= 0:
         store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
@@ -219,9 +230,9 @@ def _attend(
     if EXACT_ITEMS > 0 and split < EXACT_ITEMS:
         caches = key_ptr, value_ptr, key_strides[0], value_strides[0]
         attend_to_exact_blocks(
-            program, factors, caches, (out_ptr, lse_ptr), (score_scale, softcap, key_scale, value_scale), split,
-            num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW,
-            IS_CAUSAL, PARTIAL, EXACT_PRECISION, ROWS, NUM_WARPS, HAS_FACTORS,
+            program, factors, caches, (out_ptr, lse_ptr, num_whole), (score_scale, softcap, key_scale, value_scale),
+            split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK,
+            MASK_PER_ROW, IS_CAUSAL, PARTIAL, EXACT_PRECISION, ROWS, NUM_WARPS, HAS_FACTORS,
         )  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def attend_to_exact_blocks(
             :func:`kvcompile.kernels.attention.key_factors.load_paired_rows`; otherwise None.
         caches: (key_ptr, value_ptr, stride_key_block, stride_value_block): the headers of both caches of a head, and
             the bytes from one block to the next.
-        outputs: (out_ptr, lse_ptr).
+        outputs: (out_ptr, lse_ptr, num_whole).
         factors: (score_scale, softcap, key_scale, value_scale).
         EXACT_KEY, EXACT_VALUE: descriptions of vectors in bfloat16 or float32. Products of tf32 are exact for the rows
             and queries of a half-precision model, and round softmax weights as fp16 does.
@@ -239,7 +239,7 @@ def _attend_to_items(
                 levels = levels_of_tokens((tl.trans(values),), in_cache)
                 accs = accumulate(state[4], levels, weight, decay, EXACT_VALUE, PRECISION)
                 state = (maximum, scale_maximum, p_sum, zero_sum, accs)
-    out_row = out_rows(program, head, position, num_splits + split, GROUP_SIZE, PARTIAL)
+    out_row = out_rows(program, head, position, num_splits + split, outputs[2], GROUP_SIZE, PARTIAL, True)
     store_output(state, outputs[0], outputs[1], out_row, in_query, 1.0, EXACT_VALUE, MASK == "float", PARTIAL)
 
 

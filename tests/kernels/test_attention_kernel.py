@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from formats_of_every_kind import BY_TOKEN, SHAPES, in_turn
 
 from kvcompile.kernels import launch
-from kvcompile.kernels.attention.configs import AttentionConfig, attention_config, num_splits
+from kvcompile.kernels.attention.configs import AttentionConfig, Division, attention_config, division_of, num_splits
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.layout.operand import packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -300,7 +300,7 @@ def test_the_number_of_splits_does_not_matter(num_sms, device, monkeypatch):
 
 @pytest.mark.parametrize(("splits", "value"), in_turn([16, 17, 64, 65, 128, 129], [INT8, "int4_per_token_head"]))
 def test_any_number_of_splits_is_merged(splits, value, device, monkeypatch):
-    monkeypatch.setattr(launch, "num_splits", lambda *arguments: splits)
+    monkeypatch.setattr(launch, "division_of", lambda *arguments: Division(0, splits))
     case = Case(device, value=value, kv_len=64 * splits - 3, head_dim=16, v_head_dim=80)
     case.check(sinks=torch.tensor([0.5, -1.0]))
 
@@ -325,7 +325,7 @@ def test_splits_behind_the_visible_tokens_are_not_merged(device, monkeypatch):
         launch_attention(grid, pointers, *arguments)
         splits.append(grid[2])
         for result in pointers[-2:]:
-            result[5:] = torch.nan
+            result.view(grid[2], -1)[5:] = torch.nan
 
     monkeypatch.setattr(launch, "launch_attention", poisoned)
     Case(device, kv_len=700).check((torch.arange(700) < 300).expand(1, 1, 1, -1))
@@ -333,6 +333,25 @@ def test_splits_behind_the_visible_tokens_are_not_merged(device, monkeypatch):
 
 
 ONE, SINK, BOTH = "[recent=1,sinks=0,bfloat16]", "[recent=0,sinks=1,bfloat16]", "[recent=2,sinks=1,bfloat16]"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (INT8, "int4_per_token_head"),
+        ("turboquant_3bit", "turboquant_4bit"),
+        ("int4_per_channel" + ONE, INT8 + BOTH),
+        (INT8 + SINK, INT8 + SINK),
+    ],
+)
+@pytest.mark.parametrize("division", [Division(2, 1), Division(1, 3), Division(2, 5), Division(5, 2), Division(5, 20)])
+def test_heads_with_and_without_splits_share_a_launch(key, value, division, device, monkeypatch):
+    monkeypatch.setattr(launch, "division_of", lambda *arguments: division)
+    monkeypatch.setattr(launch, "MANY_ROWS", 16 if division.num_splits < 5 else 2048)
+    case = Case(device, key, value, batch=3, num_kv_heads=2, group_size=4, kv_len=330)
+    case.check()
+    lengths = torch.tensor([0, 70, 330])  # nothing, less than a tile for each split, and everything
+    case.check((torch.arange(case.kv_len) < lengths[:, None])[:, None, None], sinks=torch.randn(8))
 
 
 def hide_packed_form(case):
@@ -505,10 +524,10 @@ def test_every_split_has_a_tile():
     config = AttentionConfig(8, 64, programs_per_sm=2)
     for programs in (1, 8, 64, 150, 265, 1000):
         for kv_len in (0, 1, 64, 1000, 32768, 131072):
-            splits = num_splits(config, programs, kv_len, 132)
             tiles = max(1, -(-kv_len // config.tokens))
-            assert 1 <= splits <= tiles
-            assert -(-tiles // splits) * (splits - 1) < tiles
+            for splits in (num_splits(config, programs, kv_len, 132), division_of(config, programs, 1, kv_len, 132)[1]):
+                assert 1 <= splits <= tiles
+                assert -(-tiles // splits) * (splits - 1) < tiles
 
 
 @pytest.mark.parametrize(
@@ -532,6 +551,27 @@ def test_every_split_has_a_tile():
 def test_splits_leave_little_of_the_device_idle(programs, kv_len, splits):
     config = AttentionConfig(8, 64, programs_per_sm=2)
     assert num_splits(config, programs, kv_len, 132) == splits
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "row_tiles", "kv_len", "division"),
+    [
+        pytest.param(64, 1, 32768, Division(0, 4), id="all programs run at once"),
+        pytest.param(256, 1, 32768, Division(0, 1), id="one round that is almost full"),
+        pytest.param(400, 1, 32768, Division(0, 5), id="less than two rounds: all heads are split"),
+        pytest.param(528, 1, 32768, Division(1, 5), id="two full rounds: one is split"),
+        pytest.param(900, 1, 32768, Division(2, 5), id="a third of 3.4 rounds is split"),
+        pytest.param(896, 1, 32768, Division(1, 5), id="half of them, if heads cannot be divided by three"),
+        pytest.param(5281, 1, 32768, Division(0, 5), id="a prime number of heads"),
+        pytest.param(5280, 1, 32768, Division(19, 5), id="a twentieth of 20 rounds is split"),
+        pytest.param(300, 3, 32768, Division(2, 5), id="tiles of rows count as programs"),
+        pytest.param(900, 1, 1024, Division(2, 2), id="splits of eight tiles"),
+        pytest.param(900, 1, 900, Division(0, 1), id="too few tiles for splits"),
+    ],
+)
+def test_one_round_of_several_is_split(num_heads, row_tiles, kv_len, division):
+    config = AttentionConfig(8, 64, programs_per_sm=2)
+    assert division_of(config, num_heads, row_tiles, kv_len, 132) == division
 
 
 @pytest.mark.parametrize(
