@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from kvcompile.caches.requests import packed_layers
-from kvcompile.caches.static import is_full
+from kvcompile.caches.static import full_layer_classes, is_full
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed
 from kvcompile.packed.tokens import ExactTokens
+from kvcompile.packed.writes import put_pair, takes_pairs
 
 
 def expect_first_prompt(cache: Any) -> None:
@@ -45,6 +46,17 @@ def expect_other_tokens(layers: Iterable[Any]) -> None:
     """Undo :func:`expect_first_prompt` for ``layers``, which are no longer empty."""
     for layer in layers:
         vars(layer).pop("get_mask_sizes", None)
+
+
+def takes_pairs_of_prompt(layer: Any, batch_size: int, num_tokens: int) -> bool:
+    """Whether one launch writes the keys and values of the first prompt to a layer, in place of its ``update``."""
+    return (
+        expects_first_prompt([layer], num_tokens)
+        and type(layer).update is full_layer_classes()[0].update
+        and takes_pairs(layer.keys, layer.values)
+        and batch_size == layer.keys.shape[0]
+        and num_tokens <= layer.keys.shape[2]
+    )
 
 
 def is_made_for_layers(mask: Any) -> bool:
@@ -105,13 +117,22 @@ def _update(
     if not exact or reads_packed(keys.shape[2]):
         packed: tuple[Tensor, ...] = update()
         return packed
-    if "get_mask_sizes" in vars(layer):
-        update()
+    if expects_first_prompt([layer], keys.shape[2]):
+        if takes_pairs_of_prompt(layer, keys.shape[0], keys.shape[2]):
+            put_pair(layer.keys, layer.values, _next_slots(layer, keys), keys, values)
+            layer.cumulative_length.add_(keys.shape[2])
+        else:
+            update()
         return keys.to(layer.keys.dtype), values.to(layer.values.dtype)
-    slots = torch.arange(keys.shape[2], device=keys.device) + layer.cumulative_length  # the update changes this length
+    slots = _next_slots(layer, keys)  # the update changes the length
     returned = tuple(
         cache.with_new_tokens(NewTokens(x.to(cache.dtype), slots))
         for cache, x in zip(update(), (keys, values), strict=True)
     )
     shared += [weakref.ref(view.exact) for view in returned if view.exact is not None]
     return returned
+
+
+def _next_slots(layer: Any, keys: Tensor) -> Tensor:
+    """The slots that ``update`` of a static layer gives to new keys, int64 [n]."""
+    return torch.arange(keys.shape[2], device=keys.device) + layer.cumulative_length

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.caches.prompt import takes_pairs_of_prompt
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.kernels.precompile import precompile
 from kvcompile.kernels.spec.new_tokens import NewTokens
@@ -31,19 +32,22 @@ def precompile_prompt(layers: list[Any], prompt: Tensor, num_heads: int | None, 
         return
     num_tokens = prompt.shape[1]
     for layer in layers:
-        for cache in (layer.keys, layer.values):
-            layout, x = cache.packed_layout, _of_projection(cache, cache.shape[1], num_tokens)
-            positions = prompt.new_empty(num_tokens)
-            store = (cache.packed, x, positions, None, layout.spec, layout.role)
-            precompile(torch.ops.kvcompile.store.default, store, {})
+        caches = layer.keys, layer.values
+        data, specs = zip(*((cache.packed, cache.packed_layout.spec) for cache in caches), strict=True)
+        new = [_of_projection(cache, cache.shape[1], num_tokens) for cache in caches]
+        positions = prompt.new_empty(num_tokens)
+        if takes_pairs_of_prompt(layer, *prompt.shape):
+            precompile(torch.ops.kvcompile.store_pair.default, (*data, *new, positions, None, *specs), {})
+        else:
+            for cache, *store in zip(caches, data, new, strict=True):
+                layout = cache.packed_layout
+                precompile(torch.ops.kvcompile.store.default, (*store, positions, None, layout.spec, layout.role), {})
         if num_heads is not None:
             query = _of_projection(layer.keys, num_heads, num_tokens)
-            caches = layer.keys, layer.values
             if exact:
-                new = (
-                    NewTokens(_of_projection(x, x.shape[1], num_tokens), prompt.new_empty(num_tokens)) for x in caches
+                caches = tuple(
+                    cache.with_new_tokens(NewTokens(x, positions)) for cache, x in zip(caches, new, strict=True)
                 )
-                caches = tuple(x.with_new_tokens(tokens) for x, tokens in zip(caches, new, strict=True))
             arguments = attention_arguments(query, caches, num_tokens, None, True, None)
             precompile(torch.ops.kvcompile.attention.default, (), arguments)
 

@@ -166,6 +166,38 @@ def put_tokens(cache: PackedTensor, data: Tensor, index: Tensor | None, source: 
     launch_write(data, cache.packed_layout, x, positions)
 
 
+def takes_pairs(keys: Tensor, values: Tensor) -> bool:
+    """Whether :func:`put_pair` serves two caches: kernels write them, and both are whole and have the same size.
+
+    The size must be a number of whole blocks, because kernels do not see where a cache ends within a block.
+    """
+    return (
+        isinstance(keys, PackedTensor)
+        and isinstance(values, PackedTensor)
+        and all(runs_kernels(cache.packed) and cache.is_whole for cache in (keys, values))
+        and keys.axes == values.axes == "bhtd"
+        and keys.shape[:3] == values.shape[:3]
+        and keys.num_tokens % BLOCK_TOKENS == 0
+    )
+
+
+def put_pair(keys: PackedTensor, values: PackedTensor, index: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
+    """Stores new keys and values [batch, num_kv_heads, n, head_dim] in the tokens ``index``, int64 [n], by one launch.
+
+    An index beyond the cache fails an assertion on the device.
+    """
+    torch.ops.kvcompile.store_pair(
+        keys.packed_for_write(),
+        values.packed_for_write(),
+        new_keys.detach().to(keys.dtype),
+        new_values.detach().to(values.dtype),
+        index,
+        None,
+        keys.packed_layout.spec,
+        values.packed_layout.spec,
+    )
+
+
 def _blocks_of(positions: Tensor) -> Tensor | None:
     """The blocks that contain ``positions``; None (unknown) in traced code."""
     return None if is_traced(positions) else blocks_of(positions)

@@ -9,8 +9,11 @@ import torch
 from policies import reading_packed
 
 import kvcompile
+from kvcompile.caches import prompt
 from kvcompile.caches.prompt import updating_layers
 from kvcompile.caches.requests import packed_layers
+from kvcompile.packed import writes
+from kvcompile.packed.tracing import is_traced
 
 transformers = pytest.importorskip("transformers")
 from tiny_llama import DEVICES, left_padded, tiny_llama  # noqa: E402
@@ -44,6 +47,31 @@ def test_the_first_prediction_equals_the_prediction_of_the_plain_model(
     error = relative_error(logits_after_prompt(model, ids, **arguments), expected)
     is_one_call = length <= arguments.get("prefill_chunk_size", length)
     assert (error < TOLERANCE[device]) == is_one_call
+
+
+@pytest.mark.parametrize("policy", ["int4_per_token_head", "int4", "turboquant_4bit_r128"])
+@pytest.mark.parametrize(
+    ("device", "launches"), [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)]
+)
+def test_one_launch_stores_the_first_prompt_of_a_layer(
+    device: str, launches: bool, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are those of two writes. On a CPU without kernels, both caches are written by ``update``."""
+    ids, caches, stores = torch.randint(0, 97, (2, 200), device=device), [], []
+    monkeypatch.setattr(prompt, "put_pair", lambda *args: stores.append(writes.put_pair(*args)))
+    monkeypatch.setattr(writes, "runs_kernels", lambda data: launches and not is_traced(data))
+    for in_one_launch in (True, False):
+        torch.manual_seed(0)
+        model = kvcompile.compile(tiny_llama(num_layers=2, device=device), policy=policy)
+        if not in_one_launch:
+            monkeypatch.setattr(prompt, "takes_pairs", lambda keys, values: False)
+        out = model.generate(ids, max_new_tokens=1, do_sample=False, return_dict_in_generate=True)
+        caches.append(out.past_key_values)
+    assert len(stores) == (2 if launches else 0)
+    for layer, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert layer.cumulative_length == other.cumulative_length == 200
+        assert torch.equal(layer.keys.packed, other.keys.packed)
+        assert torch.equal(layer.values.packed, other.values.packed)
 
 
 @pytest.mark.parametrize(("length", "policy"), [(16, COARSE), (40, reading_packed(COARSE))])
