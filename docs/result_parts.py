@@ -18,7 +18,7 @@ from kvcompile.benching.workloads import Shape
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 DECODE_STEP = "llama_step-nvidia-h100-80gb-hbm3.json"
 REQUESTS = "generate-nvidia-h200.json"
-THROUGHPUT = "throughput-nvidia-h100-80gb-hbm3.json"
+THROUGHPUT = "throughput-nvidia-h200.json"
 GRAPHS = "reduce-overhead"
 
 PLAIN = "plain `torch.compile`, bfloat16 cache"
@@ -83,8 +83,9 @@ def throughput() -> str:
         shown = f"{row['tokens_per_second']:,.0f}" + (f": {gained}" if gained else "")
         cells = [_label(row), f"{row['context']:,}", str(row["users"]), shown]
         lines.append([*cells, f"{row['peak_megabytes'] / 1e3:.1f} GB" if "peak_megabytes" in row else ""])
-    memory = re.search(r"--memory (\S+)", results["command"])
-    title = f"As many users as fit into {memory[1] if memory else '75 GiB'} ({_source(results)}):\n\n"
+    memory = re.search(r"--memory (\d+)", results["command"])
+    merged = ", merged projections" if "--merge-projections" in results["command"] else ""
+    title = f"As many users as fit into {memory[1] if memory else 75} GiB ({_source(results)}{merged}):\n\n"
     return title + table(["", "tokens per user", "users", "tokens/s in total", "peak memory"], lines)
 
 
