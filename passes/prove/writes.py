@@ -13,6 +13,8 @@ in the model                          in the functional graph
 ``cache.index_copy_(2, pos, k)``      ``index_put(cache, [None, None, pos], k)``
 ``cache[:, :, pos] = k``              the same
 ``cache[arange(B), :, pos] = k``      ``index_put(cache, [iota, None, pos], k)``
+``cache[arange(B)[:, None, None],``    ``index_put(cache, [view(iota), view(iota), pos], k)``
+``arange(H)[:, None], pos] = k``
 ``cache[:, :, a:b] = k``, ``copy_``   ``slice_scatter(cache, copy(slice, k), ...)``
 ``cache[:, :, i] = k``                ``select_scatter(cache, copy(select, k), ...)``
 ``cache.scatter_(2, index, k)``       ``scatter.src(cache, 2, expand(pos), k)``
@@ -60,6 +62,7 @@ from kvcompile.passes.graph.permutations import unpermuted
 from kvcompile.passes.graph.sizes_from_data import has_unread_size
 from kvcompile.passes.graph.states import is_later_state, kept_arm
 from kvcompile.passes.prove.cache_write import CacheWrite, Form, Normalised, materialise
+from kvcompile.passes.prove.indexed_axes import form_of_indices
 from kvcompile.passes.prove.masked import (
     Reads,
     chosen_write,
@@ -171,77 +174,34 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
     indices = _padded(indices, axes)
     if accumulate:
         raise _refuse(node, role, "it accumulates")
-    token_axis = axes.index("t")
-    index = indices[token_axis]
-    others = {axis: other for axis, other in zip(axes, indices, strict=True) if axis != "t" and other is not None}
-    if index is None or index.meta["val"].dtype == torch.bool:
+    given = {axis: index for axis, index in zip(axes, indices, strict=True) if index is not None}
+    positions = given.get("t")
+    if positions is None or positions.meta["val"].dtype == torch.bool:
         raise _refuse(node, role, "no integer index along the token dimension")
-    num_tokens = num_tokens_of(base, axes)
-    rank = index.meta["val"].dim()
-    batch = size_along(shape_of(base), axes, "b")
+    form = form_of_indices(base, axes, given)
+    if form is None:
+        raise _refuse(node, role, "it indexes more than the token dimension")
 
     def reads(read: Node) -> IndexMap | None:
-        if read.target is aten.index_select.default and rank == 1 and not others:
-            _, dim, own_index = arguments(read)
-        elif read.target is aten.index.Tensor:
-            given = [(dim, other) for dim, other in enumerate(read.args[1]) if other is not None]
-            if others:
-                is_alike = computed_alike(_padded(read.args[1], axes), indices) and computed_alike(read.args[0], base)
-                return IndexMap.identity(shape_of(read)) if is_alike else None
-            if len(given) != 1:
-                return None
-            dim, own_index = given[0]
-        else:
+        if read.target is aten.index_select.default and len(given) == 1 and len(shape_of(positions)) == 1:
+            _, dim, index = arguments(read)
+            return place_of_tokens(read, dim, base, axes) if computed_alike(index, positions) else None
+        if read.target is not aten.index.Tensor:
             return None
-        return place_of_tokens(read, dim, base, axes) if computed_alike(own_index, index) else None
+        read_indices = _padded(read.args[1], axes)
+        if len(given) == 1 and sum(index is not None for index in read_indices) == 1:
+            dim, index = next((dim, index) for dim, index in enumerate(read_indices) if index is not None)
+            return place_of_tokens(read, dim, base, axes) if computed_alike(index, positions) else None
+        is_alike = computed_alike(read_indices, indices) and computed_alike(read.args[0], base)
+        return IndexMap.identity(shape_of(read)) if is_alike else None
 
-    if not others and rank <= 1:
-        n = shape_of(index)[0] if rank else 1
-
-        def shared(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
-            x = x if rank else x.unsqueeze(token_axis)
-            x = x.expand(_whole(node, axes, n))
-            return heads_first(x, axes), wrapped(pos.reshape(-1), num_tokens), None
-
-        return _write(node, base, "index_put", axes, shared, value, index, role=role, reads=reads)
-
-    # Two indexed dimensions come first in the value, unless they are neighbours behind another dimension.
-    if [*others] == ["b"] and axes[0] != "h" and _is_arange(others["b"], batch):
-        vector = [size_along(shape_of(base), axes, axis) for axis in "hd"]
-
-        def per_sequence(x: Tensor, sequence: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
-            pos = torch.broadcast_tensors(sequence, pos)[1]
-            x = x if "h" in axes or x.dim() == 0 else x.unsqueeze(-2)
-            x = x.expand(*pos.shape, *vector)
-            if pos.dim() == 1:  # one position for each sequence, or several for the only sequence
-                added = 0 if batch == 1 else 1
-                pos, x = pos.unsqueeze(added), x.unsqueeze(added)
-            return x.transpose(1, 2), wrapped(pos, num_tokens), None
-
-        if max(rank, 1) <= others["b"].meta["val"].dim() <= 2:
-            form, sequence = "index_put per sequence", others["b"]
-            return _write(node, base, form, axes, per_sequence, value, sequence, index, role=role, reads=reads)
-    raise _refuse(node, role, "it indexes more than the token dimension")
+    name = "index_put per sequence" if "b" in given else "index_put"
+    return _write(node, base, name, axes, form, value, *given.values(), role=role, reads=reads)
 
 
 def _padded(indices: Sequence[Node | None], axes: str) -> list[Node | None]:
     """The index of every dimension, or None."""
     return [*indices, *[None] * (len(axes) - len(indices))]
-
-
-def _is_arange(node: Node, size: Any) -> bool:
-    """Whether ``node`` is ``arange(size)``, as a vector or a column."""
-    shape = shape_of(node)
-    if len(shape) == 2 and not statically_known_true(shape[1] == 1):
-        return False
-    while node.target in (aten.view.default, aten.unsqueeze.default):
-        node = node.args[0]
-    return (
-        node.target is torch.ops.prims.iota.default
-        and statically_known_true(shape_of(node)[0] == size)
-        and node.kwargs.get("start") == 0
-        and node.kwargs.get("step") == 1
-    )
 
 
 def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuzz.fault import Fault, Faulty, collecting, nothing
 from kvcompile.passes.canonical import drop_whole_copies, grow_whole_caches, join_equal_writes, read_written_tokens
-from kvcompile.passes.prove import find, moves, reads, settle, uses, writes
+from kvcompile.passes.prove import find, indexed_axes, moves, reads, settle, uses, writes
 from kvcompile.passes.stacks import analyse
 
 aten = torch.ops.aten
@@ -160,9 +160,17 @@ def accumulation_is_ignored(original: Faulty) -> Faulty:
     return faulty
 
 
-@fault(writes, "_is_arange")
-def any_index_along_the_batch_counts_as_all_sequences(original: Faulty) -> Faulty:
+@fault(indexed_axes, "is_arange")
+def any_index_of_sequences_or_heads_counts_as_all_of_them(original: Faulty) -> Faulty:
     return lambda node, size: True
+
+
+@fault(indexed_axes, "_places_of_aranges")
+def positions_of_indexed_heads_may_differ_between_heads(original: Faulty) -> Faulty:
+    def faulty(base: Any, axes: str, given: dict[str, Any]) -> Any:
+        return original(base, axes, {axis: index for axis, index in given.items() if axis != "t"} or given)
+
+    return faulty
 
 
 @fault(writes, "_has_size_1")

@@ -195,7 +195,7 @@ def keys_and_values_are_written_to_different_positions(compile: Any, new: Any) -
     yield run(*tokens(new), kc, vc, new.range(3, 4), new.range(5, 6)), kc, vc
 
 
-@shows("any index along the batch counts as all sequences")
+@shows("any index of sequences or heads counts as all of them")
 def sequences_are_written_in_another_order(compile: Any, new: Any) -> Iterator[Any]:
     def step(q, k, v, kc, vc, rows, pos):
         kc[rows, :, pos], vc[rows, :, pos] = k[:, :, 0], v[:, :, 0]
@@ -203,6 +203,17 @@ def sequences_are_written_in_another_order(compile: Any, new: Any) -> Iterator[A
 
     run, (kc, vc) = compile(step), caches(new)
     yield run(*tokens(new), kc, vc, new.range(0, 2).flip(0), new.range(3, 5)), kc, vc
+
+
+@shows("positions of indexed heads may differ between heads")
+def each_head_is_written_at_its_own_position(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        heads = torch.arange(H, device=q.device)
+        kc[:, heads, pos], vc[:, heads, pos] = k[:, :, 0], v[:, :, 0]
+        return sdpa(q, kc, vc)
+
+    run, (kc, vc) = compile(step), caches(new)
+    yield run(*tokens(new), kc, vc, new.range(3, 3 + H)), kc, vc
 
 
 @shows("the first sequence of a store is dropped")

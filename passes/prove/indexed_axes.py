@@ -1,0 +1,114 @@
+"""Writes by indices of several dimensions, such as ``cache[b, h, pos] = k`` with aranges ``b`` and ``h``.
+
+An index of all sequences or of all heads, in order, selects the whole dimension. Only the positions of tokens are free.
+They may differ between sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.kernels.layout.axes import STORED_AXES, size_along
+from kvcompile.passes.graph.aten import shape_of
+from kvcompile.passes.prove.cache_write import Form
+from kvcompile.passes.prove.positions import num_tokens_of, wrapped
+
+aten = torch.ops.aten
+
+
+def form_of_indices(base: Node, axes: str, given: Mapping[str, Node]) -> Form | None:
+    """The normal form of an ``index_put`` into ``base``, a function of its value and of the indices in ``given``.
+
+    None if an index along sequences or heads is not of all of them, in order.
+
+    Args:
+        axes: the order of the dimensions of ``base``.
+        given: the index along each indexed axis, in the order of ``axes``; tokens are among them.
+    """
+    if not given.keys() <= {"b", "h", "t"}:
+        return None
+    places = _places_of_aranges(base, axes, given)
+    if places is None:
+        return None
+    # Indexed dimensions that are not neighbours come first in the value.
+    first = axes.index(next(iter(given)))
+    together = axes[first : first + len(given)] == "".join(given)
+    leading = axes[:first] if together else ""
+    trailing = "".join(axis for axis in axes if axis not in given and axis not in leading)
+    sizes = {axis: size_along(shape_of(base), axes, axis) for axis in leading + trailing}
+    num_tokens = num_tokens_of(base, axes)
+
+    def form(x: Tensor, *indices: Tensor) -> tuple[Tensor, Tensor, None]:
+        indexed = torch.broadcast_shapes(*(index.shape for index in indices))
+        x = x.expand(*(sizes[axis] for axis in leading), *indexed, *(sizes[axis] for axis in trailing))
+        names = ["t"] * len(indexed)
+        for axis, place in places.items():
+            names[place] = axis
+        pos = indices[[*given].index("t")].expand(indexed).permute(_stored_order(names))
+        if "h" in places:
+            pos = pos.select(1 if "b" in places else 0, 0)
+        pos = pos.reshape(pos.shape[0], -1) if "b" in places else pos.reshape(-1)
+        return _stored(x, leading + "".join(names) + trailing), wrapped(pos, num_tokens), None
+
+    return form
+
+
+def _stored_order(names: Sequence[str]) -> list[int]:
+    """The dimensions with these names in the order of STORED_AXES. Several may be named "t"."""
+    return sorted(range(len(names)), key=lambda dim: STORED_AXES.index(names[dim]))
+
+
+def _stored(x: Tensor, names: str) -> Tensor:
+    """``x`` as [batch, heads, tokens, channels], of which it may lack the first two; "t" names none to several of its
+    dimensions.
+    """
+    x = x.permute(_stored_order(names))
+    before, count = len({"b", "h"}.intersection(names)), names.count("t")
+    x = x.flatten(before, before + count - 1) if count else x.unsqueeze(before)
+    for dim, axis in enumerate("bh"):
+        x = x if axis in names else x.unsqueeze(dim)
+    return x
+
+
+def _places_of_aranges(base: Node, axes: str, given: Mapping[str, Node]) -> dict[str, int] | None:
+    """The dimensions, from the end, along which the indices of sequences and heads vary.
+
+    An index of the only sequence or head has no such dimension. None if an index does not count all sequences or heads
+    in order, or if another index varies along its dimension. Positions may vary with the sequence.
+    """
+    rank = max(len(shape_of(index)) for index in given.values())
+    places: dict[str, int] = {}
+    for axis in given.keys() & {"b", "h"}:
+        if not is_arange(given[axis], size_along(shape_of(base), axes, axis)):
+            return None
+        own = [dim for dim in range(-rank, 0) if _varies(given[axis], dim)]
+        others = [index for other, index in given.items() if other != axis and (axis, other) != ("b", "t")]
+        if len(own) > 1 or any(_varies(index, dim) for index in others for dim in own):
+            return None
+        if own:
+            places[axis] = own[0]
+    return places
+
+
+def _varies(index: Node, dim: int) -> bool:
+    """Whether an index may vary along its dimension ``dim``, which is counted from the end."""
+    shape = shape_of(index)
+    return -dim <= len(shape) and not statically_known_true(shape[dim] == 1)
+
+
+def is_arange(node: Node, size: Any) -> bool:
+    """Whether the numbers in ``node`` are ``arange(size)``, in any shape."""
+    while node.target in (aten.view.default, aten.unsqueeze.default):
+        node = node.args[0]
+    return (
+        node.target is torch.ops.prims.iota.default
+        and statically_known_true(shape_of(node)[0] == size)
+        and node.kwargs.get("start") == 0
+        and node.kwargs.get("step") == 1
+    )

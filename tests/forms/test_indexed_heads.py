@@ -1,0 +1,147 @@
+"""Writes that name all heads by an index are packed, in every order of the indices and of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile import last_report
+from kvcompile.packed.tensor import PackedTensor
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
+
+S, D = 70, 64
+LOSSLESS = {"default": {"dtype": "float32"}}
+
+Write = Callable[[Tensor, Tensor, Tensor], None]
+"""Writes the tokens ``x`` [B, H, n, D] at ``pos`` [n] of a cache."""
+
+
+def sequences(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0])
+
+
+def heads(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1])
+
+
+def all_indices(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[sequences(x)[:, None, None], heads(x)[:, None], pos] = x
+
+
+def positions_of_each_sequence(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    places = pos + 2 * sequences(x)[:, None, None]
+    cache[sequences(x)[:, None, None], heads(x)[:, None], places] = x
+
+
+def positions_before_heads(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[sequences(x)[:, None, None], heads(x), pos[:, None]] = x.transpose(1, 2)
+
+
+def heads_before_sequences(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[sequences(x)[:, None], heads(x)[:, None, None], pos] = x.transpose(0, 1)
+
+
+def heads_and_positions(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[:, heads(x)[:, None], pos] = x
+
+
+def a_value_that_broadcasts(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[:, heads(x)[:, None], pos] = x[:1, :, :, :1]
+
+
+def the_same_position_of_all(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[:, heads(x), pos[:1]] = x[:, :, 0]
+
+
+def one_position_of_each_sequence(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[sequences(x)[:, None], heads(x), pos[:1] + sequences(x)[:, None]] = x[:, :, 0]
+
+
+def some_values_put_back(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    at = sequences(x)[:, None, None], heads(x)[:, None], pos
+    cache[at] = torch.where((pos % 2 == 0)[:, None], x, cache[at])
+
+
+def tokens_first(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[:, pos[:, None], heads(x)] = x.transpose(1, 2)
+
+
+def tokens_first_and_sequences(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[sequences(x)[:, None, None], pos[:, None], heads(x)] = x.transpose(1, 2)
+
+
+HEADS_FIRST = [
+    all_indices,
+    positions_of_each_sequence,
+    positions_before_heads,
+    heads_before_sequences,
+    heads_and_positions,
+    a_value_that_broadcasts,
+    the_same_position_of_all,
+    one_position_of_each_sequence,
+    some_values_put_back,
+]
+TOKENS_FIRST = [tokens_first, tokens_first_and_sequences]
+
+
+def check(write: Write, batch: int, num_heads: int, *, by_tokens: bool) -> None:
+    """Two steps, the second of which begins with packed caches, compute what eager code computes on plain ones."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        write(keys, pos, k), write(values, pos, v)
+        if by_tokens:
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, keys, values, torch.arange(S) <= pos[:, None])
+
+    compiled = torch.compile(step, backend="kvquant", options={"policy": LOSSLESS, "on_unsupported": "error"})
+    shape = (batch, S, num_heads, D) if by_tokens else (batch, num_heads, S, D)
+    plain = [torch.randn(*shape) for _ in range(2)]
+    packed = [cache.clone() for cache in plain]
+    for first, n in ((9, 3), (12, 1)):
+        new, pos = [torch.randn(batch, num_heads, n, D) for _ in range(3)], torch.arange(first, first + n)
+        torch.testing.assert_close(compiled(*new, *packed, pos), step(*new, *plain, pos))
+        for cache, expected in zip(packed, plain, strict=True):
+            assert isinstance(cache, PackedTensor)
+            assert torch.equal(cache.dequantize(), expected)
+
+
+@pytest.mark.parametrize("size", [(2, 3), (1, 3), (2, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("write", HEADS_FIRST)
+def test_an_index_of_all_heads_is_a_slice(write: Write, size: tuple[int, int]) -> None:
+    check(write, *size, by_tokens=False)
+
+
+@pytest.mark.parametrize("size", [(2, 3), (1, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("write", TOKENS_FIRST)
+def test_an_index_of_all_heads_may_follow_positions(write: Write, size: tuple[int, int]) -> None:
+    check(write, *size, by_tokens=True)
+
+
+def heads_in_another_order(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[:, torch.arange(x.shape[1]).flip(0)[:, None], pos] = x
+
+
+def positions_of_each_head(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[:, heads(x)[:, None], pos + heads(x)[:, None]] = x
+
+
+def some_heads(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[:, torch.arange(2)[:, None], pos] = x[:, :2]
+
+
+@pytest.mark.parametrize("write", [heads_in_another_order, positions_of_each_head, some_heads])
+def test_other_indices_of_heads_are_refused(write: Write) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        write(keys, pos, k), write(values, pos, v)
+        return F.scaled_dot_product_attention(q, keys, values, torch.arange(S) <= pos[:, None])
+
+    new, plain = [torch.randn(2, 3, 2, D) for _ in range(3)], [torch.randn(2, 3, S, D) for _ in range(2)]
+    caches, pos = [cache.clone() for cache in plain], torch.arange(9, 11)
+    out = torch.compile(step, backend="kvquant")(*new, *caches, pos)
+    torch.testing.assert_close(out, step(*new, *plain, pos))
+    assert "it indexes more than the token dimension" in last_report().sites[0].reason
