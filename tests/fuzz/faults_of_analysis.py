@@ -178,12 +178,12 @@ def masks_and_indices_may_differ_between_heads_and_channels(original: Faulty) ->
     return lambda shape, axes: True
 
 
-@fault(writes, "wrapped")
+@fault(indexed_axes, "wrapped")
 def negative_positions_do_not_count_from_the_end(original: Faulty) -> Faulty:
     return lambda positions, num_tokens: positions.long()
 
 
-@fault(writes, "wrapped")
+@fault(indexed_axes, "wrapped")
 def positions_are_off_by_one(original: Faulty) -> Faulty:
     return lambda positions, num_tokens: original((positions + 1) % num_tokens, num_tokens)
 
@@ -244,18 +244,18 @@ def new_tokens_are_stored_in_reverse(original: Faulty) -> Faulty:
     return faulty
 
 
-@fault(writes, "heads_first")
+@fault(indexed_axes, "_stored")
 def heads_and_tokens_of_new_vectors_are_exchanged(original: Faulty) -> Faulty:
-    def faulty(x: Tensor, axes: str) -> Tensor:
-        y = original(x, axes)
+    def faulty(x: Tensor, names: str) -> Tensor:
+        y = original(x, names)
         return y.transpose(1, 2).reshape(y.shape)
 
     return faulty
 
 
-@fault(writes, "heads_first")
+@fault(indexed_axes, "_stored")
 def the_sequences_of_new_vectors_are_reversed(original: Faulty) -> Faulty:
-    return lambda x, axes: original(x, axes).flip(0)
+    return lambda x, names: original(x, names).flip(0)
 
 
 @fault(writes, "shift_of_tokens")

@@ -17,7 +17,7 @@ from kvcompile.passes import pipeline
 from kvcompile.passes.canonical import divide_heads, divide_last
 from kvcompile.passes.graph import inline, regions
 from kvcompile.passes.mark import read_attention, read_scores
-from kvcompile.passes.prove import find, formats, writes
+from kvcompile.passes.prove import find, formats, indexed_axes, writes
 
 FORMS: list[Fault] = []
 fault = collecting(FORMS)
@@ -53,11 +53,11 @@ def packed_caches_are_read_in_any_order_and_width(original: Faulty) -> Faulty:
 # Transposed keys
 
 
-@fault(writes, "heads_first")
+@fault(indexed_axes, "_stored")
 def new_tokens_of_transposed_caches_stay_transposed(original: Faulty) -> Faulty:
-    def faulty(x: Tensor, axes: str) -> Tensor:
-        y = original(x, axes)
-        return y.mT.reshape(y.shape) if axes.endswith("t") else y
+    def faulty(x: Tensor, names: str) -> Tensor:
+        y = original(x, names)
+        return y.mT.reshape(y.shape) if names.endswith("t") else y
 
     return faulty
 

@@ -346,12 +346,15 @@ ONE, SINK, BOTH = "[recent=1,sinks=0,bfloat16]", "[recent=0,sinks=1,bfloat16]", 
 )
 @pytest.mark.parametrize("division", [Division(2, 1), Division(1, 3), Division(2, 5), Division(5, 2), Division(5, 20)])
 def test_heads_with_and_without_splits_share_a_launch(key, value, division, device, monkeypatch):
+    """Programs of heads without splits, of splits, and of the merge, with several tiles of rows in the second case."""
     monkeypatch.setattr(launch, "division_of", lambda *arguments: division)
     monkeypatch.setattr(launch, "MANY_ROWS", 16 if division.num_splits < 5 else 2048)
     case = Case(device, key, value, batch=3, num_kv_heads=2, group_size=4, kv_len=330)
     case.check()
     lengths = torch.tensor([0, 70, 330])  # nothing, less than a tile for each split, and everything
     case.check((torch.arange(case.kv_len) < lengths[:, None])[:, None, None], sinks=torch.randn(8))
+    case = Case(device, key, value, batch=3, num_kv_heads=2, group_size=4, q_len=5, kv_len=200)
+    case.check((torch.arange(200) < 193 + torch.arange(5)[:, None])[None, None])
 
 
 def hide_packed_form(case):

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from test_attention_kernel import Case
 
 from kvcompile.kernels import launch
+from kvcompile.kernels.attention.configs import Division
 from kvcompile.kernels.attention.exact_blocks import own_turn, own_turns
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.spec.attention import attend_part
@@ -39,12 +40,15 @@ def part_by_kernels(case: Case, mask: torch.Tensor | None, **how) -> tuple[torch
         ({"q_len": 3, "key": "fp8_e4m3"}, {"softcap": 5.0}),
         ({"q_len": 70}, {}),
         ({"kv_len": 40}, {}),
+        ({"batch": 3, "num_kv_heads": 2}, {"division": Division(2, 2)}),
     ],
-    ids=["int4", "turboquant", "sinks", "softcap", "prefill", "one block"],
+    ids=["int4", "turboquant", "sinks", "softcap", "prefill", "one block", "rounds"],
 )
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-def test_a_part_has_the_output_and_log_sum_of_the_specification(device, case, how, masked) -> None:
-    case = Case(device, **case)
+def test_a_part_has_the_output_and_log_sum_of_the_specification(device, case, how, masked, monkeypatch) -> None:
+    case, how = Case(device, **case), dict(how)
+    if division := how.pop("division", None):
+        monkeypatch.setattr(launch, "division_of", lambda *arguments: division)
     if how.get("sinks"):
         how = {"sinks": torch.randn(case.query.shape[1])}
     mask = None
