@@ -50,7 +50,9 @@ def form_of_indices(base: Node, axes: str, given: Mapping[str, Node]) -> Form | 
         names = ["t"] * len(indexed)
         for axis, place in places.items():
             names[place] = axis
-        pos = indices[[*given].index("t")].expand(indexed).permute(_stored_order(names))
+        pos = indices[[*given].index("t")]
+        if places:
+            pos = _in_stored_order(pos.expand(indexed), names)
         if "h" in places:
             pos = pos.select(1 if "b" in places else 0, 0)
         pos = pos.reshape(pos.shape[0], -1) if "b" in places else pos.reshape(-1)
@@ -59,18 +61,20 @@ def form_of_indices(base: Node, axes: str, given: Mapping[str, Node]) -> Form | 
     return form
 
 
-def _stored_order(names: Sequence[str]) -> list[int]:
-    """The dimensions with these names in the order of STORED_AXES. Several may be named "t"."""
-    return sorted(range(len(names)), key=lambda dim: STORED_AXES.index(names[dim]))
+def _in_stored_order(x: Tensor, names: Sequence[str]) -> Tensor:
+    """``x`` with its dimensions, which have these names, in the order of STORED_AXES. Several may be named "t"."""
+    order = sorted(range(x.dim()), key=lambda dim: STORED_AXES.index(names[dim]))
+    return x if order == [*range(x.dim())] else x.permute(order)
 
 
 def _stored(x: Tensor, names: str) -> Tensor:
     """``x`` as [batch, heads, tokens, channels], of which it may lack the first two; "t" names none to several of its
     dimensions.
     """
-    x = x.permute(_stored_order(names))
+    x = _in_stored_order(x, names)
     before, count = len({"b", "h"}.intersection(names)), names.count("t")
-    x = x.flatten(before, before + count - 1) if count else x.unsqueeze(before)
+    if count != 1:
+        x = x.flatten(before, before + count - 1) if count else x.unsqueeze(before)
     for dim, axis in enumerate("bh"):
         x = x if axis in names else x.unsqueeze(dim)
     return x
