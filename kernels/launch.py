@@ -44,8 +44,8 @@ _layout = PackedLayout.parse
 RANGES_AT_ONCE = 16
 """The most query positions of a sequence for which the merge of splits reads their visible ranges."""
 
-MANY_ROWS = 2048
-"""The least query rows of which a program of the merge takes four."""
+MANY_ROWS = 128
+"""The least query rows of which a program of the merge takes four. Fewer were not measured."""
 
 launch_attention = Launcher(attention_kernel, writes=("out_ptr", "lse_ptr"))
 launch_attention_with_factors = Launcher(attention_with_factors_kernel, writes=("out_ptr", "lse_ptr"))
@@ -205,8 +205,8 @@ def _merge_splits(
 def _tile_of_merge(splits: Splits, num_rows: int, rows_of_sequence: int, value: PackedOperand) -> tuple[int, int, int]:
     """Rows, splits and channels that a program of the merge reads at once.
 
-    Many rows with few splits run best in few programs, because each program waits for its loads. More than 64 splits
-    are outputs of few rows. Their channels are then divided among programs, so that more of the device takes part.
+    Rows with few splits run best in few programs, because each program waits for its loads. More than 64 splits are
+    outputs of few rows. Their channels are then divided among programs, so that more of the device takes part.
     Undoing a rotation needs all channels.
     """
     at_once = triton.next_power_of_2(splits.packed)
