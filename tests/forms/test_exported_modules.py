@@ -124,10 +124,11 @@ MODULES: dict[str, Module] = {
     "strict": lambda model, given: exported(model, given).module(),
     "not strict": lambda model, given: exported(model, given, strict=False).module(),
     "functional": lambda model, given: exported(model, given).run_decompositions({}).module(),
+    "decomposed": lambda model, given: exported(model, given).run_decompositions().module(),
     "traced by FX": lambda model, given: torch.fx.symbolic_trace(model),
 }
 KINDS = [WithBuffers, Assigned, WithArguments, Growing]
-CASES = [(kind, name) for kind in KINDS for name in MODULES if kind is WithBuffers or name == "functional"]
+CASES = [(kind, name) for kind in KINDS for name in MODULES if kind is WithBuffers or name == "decomposed"]
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec")
