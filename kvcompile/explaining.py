@@ -16,7 +16,7 @@ from kvcompile.compat.modules import original_module
 from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
 from kvcompile.errors import KVCompileError, check_callable
 from kvcompile.policy.policy import Policy
-from kvcompile.report.report import Report, collect_reports
+from kvcompile.report.report import Report, collect_explained
 
 
 def explain(
@@ -92,9 +92,10 @@ def _report(
 
     memo: dict[int, Any] = {}
     model = _with_own_buffers(model, memo)
+    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the function")
     args, kwargs = copy.deepcopy((args, kwargs), memo)
     memo.clear()  # it holds the storages of the copies, so that no cache would be packed
-    with collect_reports() as report, without_recompile_limit(), torch.no_grad():
+    with collect_explained(name) as report, without_recompile_limit(), torch.no_grad():
         try:
             torch.compile(with_new_code(run, "explain"), backend=backend)(model, *args, **kwargs)
         except Exception as error:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from kvcompile.call.shards import LocalShards
 from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
 from kvcompile.compat.tensors import copy_each
+from kvcompile.compat.tracing import forget_in_fake_modes
 from kvcompile.errors import one_line
 from kvcompile.kernels.layout.axes import PartIndex, shape_of_part, without_ranges
 from kvcompile.kernels.layout.context_shard import ContextShard
@@ -321,7 +323,7 @@ class AdoptingCall:
         self._inputs = InputAdoption(caches, stacks)
         self._fallback = fallback
         self._graph = graph
-        self._collects_garbage = True
+        self._tries_again = True
         self._guard = guard
         self._conceals = conceals
         self._shards = shards
@@ -365,27 +367,31 @@ class AdoptingCall:
     def _with_packed(self, plain: Sequence[Adoption], args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs of a call after the caches ``plain``, or copies of them, are packed."""
         if self._packs_copies:
-            self._without_garbage(lambda: check_all(plain))
+            self._without_leftovers(plain, lambda: check_all(plain))
             args = tuple(self._inputs.with_copies(args))
             adopt_all(self._inputs.plain_among(args))
         elif self._shard is None:
-            self._without_garbage(lambda: adopt_all(plain))
+            self._without_leftovers(plain, lambda: adopt_all(plain))
         else:  # if one rank fails, the other ranks would wait for it
-            together(self._shard, lambda: self._without_garbage(lambda: adopt_all(plain, self._shard)))
+            adopt_shards = partial(adopt_all, plain, self._shard)
+            together(self._shard, lambda: self._without_leftovers(plain, adopt_shards))
         return args
 
-    def _without_garbage(self, work: Callable[[], None]) -> None:
-        """Do ``work``; if a cache cannot be adopted, collect garbage once and try again.
+    def _without_leftovers(self, plain: Sequence[Adoption], work: Callable[[], None]) -> None:
+        """Do ``work``; if a cache of ``plain`` cannot be adopted, drop what is left of earlier traces, and try again.
 
-        Garbage may hold a cache: after a graph break, Dynamo's first attempt at a frame is a reference cycle.
+        Garbage may hold a cache: after a graph break, Dynamo's first attempt at a frame is a reference cycle. The fake
+        mode of an earlier trace may know a cache, as that of ``torch.export`` knows the buffers of its module. Both
+        searches are slow, so a graph tries once.
         """
         try:
             work()
         except AdoptionError:
-            if not self._collects_garbage:
+            if not self._tries_again:
                 raise
-            self._collects_garbage = False
+            self._tries_again = False
             gc.collect()
+            forget_in_fake_modes([cache.tensor for cache in plain])
             work()
 
 

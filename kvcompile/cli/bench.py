@@ -81,11 +81,13 @@ def bench(
     from kvcompile.planning.units import parse_context
 
     on_cpu = DEVICE.type == "cpu"
-    names = items(policies or CPU_POLICIES) if policies or on_cpu else None
-    if names == []:
-        raise BenchError("--policies: the list is empty; name presets or formats, such as int8_per_token_head")
+    if policies is None and on_cpu:
+        policies = CPU_POLICIES
+    if contexts is None:
+        contexts = CPU_CONTEXTS if on_cpu else CONTEXTS
+    names = None if policies is None else items(policies, "--policies", "presets or formats")
     formats = [parse_formats(name) for name in names] if names is not None else default_formats()
-    sizes = [parse_context(item, "--contexts") for item in items(contexts or (CPU_CONTEXTS if on_cpu else CONTEXTS))]
+    sizes = [parse_context(item, "--contexts") for item in items(contexts, "--contexts", "numbers of tokens")]
     for option, number in (("--batch", batch), ("--head-dim", head_dim)):
         if number > MOST:
             raise BenchError(f"{option} {number}: give at most {MOST}")

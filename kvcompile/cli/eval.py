@@ -105,9 +105,7 @@ def evaluate(
     from kvcompile.policy.presets import preset_names
 
     schedule = Schedule(prefill, decode, chunk)
-    names = items(policies) if policies else preset_names()
-    if not names:
-        raise EvaluationError("--policies: the list is empty; name presets or files, such as int8_per_token_head")
+    names = preset_names() if policies is None else items(policies, "--policies", "presets or policy files")
     parsed = [Policy.load(name) for name in names]
     if promote is not None and len(parsed) != 1:
         raise EvaluationError(f"--promote changes one policy, and --policies names {len(parsed)}; name one")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcompile.errors import InputError
 from kvcompile.tables import wrapped
 
 OK = 0
@@ -41,9 +42,12 @@ def print_wrapped(text: str, indent: int) -> None:
     print(wrapped(text, indent))
 
 
-def items(text: str) -> list[str]:
-    """The items of a comma-separated list."""
-    return [item.strip() for item in text.split(",") if item.strip()]
+def items(text: str, option: str, examples: str) -> list[str]:
+    """The items of a comma-separated list, the value of ``option``; ``examples`` says what to name in an empty list."""
+    found = [item.strip() for item in text.split(",") if item.strip()]
+    if not found:
+        raise InputError(f"{option}: the list is empty; name {examples}, or leave the option out for its default")
+    return found
 
 
 def examples(*commands: str) -> str:

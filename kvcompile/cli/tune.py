@@ -75,7 +75,8 @@ def tune(
     from kvcompile.evaluation.tune import InterruptedTuning, search_formats, tune_on
 
     schedule = Schedule(prefill, decode, chunk)
-    names = search_formats(items(formats) if formats else None, budget_bits, has_transforms=transforms is not None)
+    given = None if formats is None else items(formats, "--formats", "formats")
+    names = search_formats(given, budget_bits, has_transforms=transforms is not None)
     check_writable(output)
     subject, text = load(model, data, schedule, windows, device, dtype)
     name = name_of(model)

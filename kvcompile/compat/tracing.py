@@ -7,8 +7,9 @@ Only :func:`own_outputs` has a fallback.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -53,6 +55,18 @@ def forget_real_tensors(gm: GraphModule) -> None:
         describer = fake_mode.fake_tensor_converter.meta_converter.describer
         describer.lookup_tensor.clear()
         describer.lookup_storage.clear()
+
+
+def forget_in_fake_modes(tensors: Sequence[Tensor]) -> None:
+    """Drop the weak references by which fake modes know ``tensors``, which would prevent adoption.
+
+    A fake mode numbers the real tensors that it has seen. It lives as long as its fake tensors: those of
+    ``torch.export`` stay in the nodes of the exported module. After its adoption a cache is another tensor, so what the
+    mode knows of it would be wrong. Other tensors keep their numbers. The search looks at all objects of the process.
+    """
+    for numbering in [found for found in gc.get_objects() if type(found) is MetaTensorDescriber]:
+        for tensor in tensors:
+            numbering.lookup_tensor.pop(tensor, None)
 
 
 def records_operators() -> bool:

@@ -162,15 +162,35 @@ def collect_reports() -> Iterator[Report]:
     ...     model.generate(...)
     >>> print(report)
     """
-    report, known_breaks = Report(), num_breaks()
-    with _lock:
-        _collecting.append(report)
-    try:
+    known_breaks = num_breaks()
+    with _collecting_into(Report()) as report:
         yield report
         if not (report.graphs or report.calls or report.eager_requests):
             for text in _why_unused(report, known_breaks):
                 report.remarks.append(text)
                 log.warning("%s", text)
+
+
+@contextlib.contextmanager
+def collect_explained(model: str) -> Iterator[Report]:
+    """Collect reports as :func:`collect_reports` does, in a block that compiles a step of ``model`` to explain it.
+
+    If the block compiles no attention, the report says that ``model`` has none.
+    """
+    known_breaks = num_breaks()
+    with _collecting_into(Report()) as report:
+        yield report
+        if not report.graphs:
+            report.remarks.append(f"no attention was found in {model}{_where_graphs_broke(known_breaks)}")
+
+
+@contextlib.contextmanager
+def _collecting_into(report: Report) -> Iterator[Report]:
+    """Add what any thread compiles and calls inside the ``with`` block to ``report``."""
+    with _lock:
+        _collecting.append(report)
+    try:
+        yield report
     finally:
         with _lock:
             _collecting[:] = [other for other in _collecting if other is not report]
@@ -181,8 +201,13 @@ def _why_unused(report: Report, known_breaks: int) -> list[str]:
     if report.plain_requests and not report.stepwise_requests:
         return [reason for reason in report.plain_requests if reason not in report.remarks]
     text = NO_ATTENTION if report.stepwise_requests else UNUSED
+    return [f"{text}{_where_graphs_broke(known_breaks)}"]
+
+
+def _where_graphs_broke(known_breaks: int) -> str:
+    """The end of a note: the lines of the graph breaks after the first ``known_breaks``; empty if there are none."""
     breaks = ", ".join(str(place) for place in breaks_since(known_breaks)[:_BREAKS])
-    return [f"{text}; graphs broke at {breaks}" if breaks else text]
+    return f"; graphs broke at {breaks}" if breaks else ""
 
 
 def _count(graph: GraphReport) -> None:

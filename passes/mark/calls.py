@@ -59,6 +59,9 @@ _SYNONYMS = {
     "concatenate": "cat",
     "clip": "clamp",
     "clamp_min": "clamp",
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "_to_copy": "to",
     "swapaxes": "transpose",
     "swapdims": "transpose",
 }
@@ -71,7 +74,8 @@ _PARAMETERS = {
     "matmul": "input other",
     "bmm": "input mat2",
     "baddbmm": "input batch1 batch2 beta alpha",
-    "softmax": "input dim dtype",
+    "softmax": "input dim dtype",  # the operator ``_softmax`` has ``half_to_float`` in the place of ``dtype``
+    "_safe_softmax": "input dim dtype",
     "log_softmax": "input dim dtype",
     "logsumexp": "input dim keepdim",
     "neg": "input",
@@ -86,6 +90,10 @@ _PARAMETERS = {
     "masked_fill": "input mask value",
     "nan_to_num": "input nan posinf neginf",
     "where": "condition input other",
+    "eq": "input other",
+    "ne": "input other",
+    "any": "input dim keepdim",
+    "all": "input dim keepdim",
     "cat": "tensors dim",
     "getitem": "input index",
     "setitem": "input index value",
@@ -106,6 +114,9 @@ _OTHER_ORDER = {  # parameters of callables that differ from others of the same 
     torch.dropout: "input p training",
     "where": "input condition other",  # the method
 }
+
+SOFTMAXES = frozenset(("softmax", "_safe_softmax"))
+"""Operations that normalise scores. A safe softmax gives zeros, and not NaN, for a row in which all scores are -inf."""
 
 _SYNONYMS_OF_PARAMETERS = {"self": "input", "train": "training"}  # in the schemas of operators
 

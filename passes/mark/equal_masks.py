@@ -21,7 +21,7 @@ _DETERMINED = (
 )
 """Operations whose result depends on nothing but their arguments."""
 
-_INVERSIONS = frozenset(("invert", "logical_not", "bitwise_not", "not_"))
+INVERSIONS = frozenset(("invert", "logical_not", "bitwise_not", "not_"))
 
 
 def as_bools(mask: Any, is_changed: IsChanged) -> Any:
@@ -50,8 +50,8 @@ def _without_inversions(mask: Any, is_changed: IsChanged) -> tuple[Any, bool]:
         source = call.get("input") if call is not None else None
         if call is None or not isinstance(value_of(source), Tensor) or value_of(source).dtype is not torch.bool:
             break
-        is_zero = call.name == "eq" and call.get("extra") in ((0,), (False,))
-        if call.name in _INVERSIONS or is_zero:
+        is_zero = call.name == "eq" and call.get("other") in (0, False)
+        if call.name in INVERSIONS or is_zero:
             is_inverted = not is_inverted
         elif call.name not in SAME_VALUE:
             break

@@ -25,6 +25,7 @@ from kvcompile.passes.mark.calls import (
     CASTS,
     PERMUTATIONS,
     SAME_VALUE,
+    SOFTMAXES,
     VIEWS,
     Call,
     asks_for_shape,
@@ -120,7 +121,7 @@ class _Matcher:
                 raise NotUnderstood(f"{called(node)} is applied to its scores or weights")
             return read(call, self._context(node)) or self._missed(call)
         except NotUnderstood as reason:
-            softmaxed = name == "softmax" or any(are_weights(self.values[other]) for other in used)
+            softmaxed = name in SOFTMAXES or any(are_weights(self.values[other]) for other in used)
             unknown = Unknown(product_of(self.values[used[0]]), str(reason), softmaxed)
             return unknown if has_room_for_scores(node, unknown) else None
 
@@ -129,7 +130,7 @@ class _Matcher:
         value = self.values.get(call.get("input"))
         if call.name in PROJECTIONS:
             return self._mixed_by(call.node, value, PROJECTIONS[call.name])
-        if call.name not in ("softmax", "exp", "div") or not isinstance(value, (Scores, LogWeights, Exponentials)):
+        if call.name not in (*SOFTMAXES, "exp", "div") or not isinstance(value, (Scores, LogWeights, Exponentials)):
             return None
         return self._on_cache(Unknown(product_of(value), OTHER_SOFTMAX, softmaxed=True))
 

@@ -16,11 +16,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.pytree import tree_leaves
 from kvcompile.passes.mark.axes import Axis, Layout, axes_of, regroup
-from kvcompile.passes.mark.calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, Call, value_of
-from kvcompile.passes.mark.equal_masks import as_bools, select_alike
+from kvcompile.passes.mark.calls import CASTS, PERMUTATIONS, SAME_VALUE, SOFTMAXES, VIEWS, Call, value_of
+from kvcompile.passes.mark.equal_masks import INVERSIONS, as_bools, select_alike
 from kvcompile.passes.mark.products import Product
 from kvcompile.passes.mark.read_scores import (
     Context,
+    are_rows_of,
     axis_of,
     check_masks,
     check_rows,
@@ -33,10 +34,13 @@ from kvcompile.passes.mark.values import (
     Exponentials,
     ExponentialSum,
     Fill,
+    HiddenKeys,
+    HiddenRows,
     Known,
     LogSumExp,
     LogWeights,
     Maximum,
+    Multiply,
     NotUnderstood,
     Operand,
     RowValue,
@@ -85,6 +89,8 @@ def _subject(call: Call, context: Context) -> Value | None:
 def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
     if isinstance(subject, RowValue):
         return _read_row_value(call, subject, context)
+    if isinstance(subject, HiddenKeys):
+        return _read_hidden_keys(call, subject)
     if call.name in CASTS or call.name in SAME_VALUE:
         return _cast(call, subject)
     if call.name in VIEWS or call.name in PERMUTATIONS:
@@ -105,12 +111,16 @@ def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
         if call.name == "exp":
             return _softmax(subject.scores, subject.layout, subject.axis, subject.nodes)
         raise NotUnderstood(f"{call.name} is applied to the logarithm of its weights")
-    if call.name in ("softmax", "log_softmax"):
+    if call.name in SOFTMAXES or call.name == "log_softmax":
         _cast(call, subject)
         axis = axis_of(call.get("dim"), subject.layout)
         if call.name == "log_softmax" and axis is not None:
             return LogWeights(subject, subject.nodes, subject.layout, axis)
-        return _softmax(subject, subject.layout, axis, subject.nodes)
+        is_safe = call.name == "_safe_softmax"
+        if is_safe and not _keeps_hidden_keys(subject):
+            raise NotUnderstood("a safe softmax is applied to its scores after a shift or a factor")
+        weights = _softmax(subject, subject.layout, axis, subject.nodes)
+        return weights and replace(weights, hidden_rows_are_zero=is_safe)
     if call.name == "exp":
         return Exponentials(subject, subject.nodes, subject.layout)
     return read_scores(call, subject, context)
@@ -119,7 +129,7 @@ def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
 def _read_unknown(call: Call, subject: Unknown) -> Unknown | None:
     if not has_room_for_scores(call.node, subject):
         return None
-    return replace(subject, softmaxed=subject.softmaxed or call.name in ("softmax", "exp"))
+    return replace(subject, softmaxed=subject.softmaxed or call.name in SOFTMAXES or call.name == "exp")
 
 
 def are_weights(value: Value) -> bool:
@@ -147,14 +157,28 @@ def _read_row_value(call: Call, subject: RowValue, context: Context) -> Known:
         return _get_item(call, subject)
     elif call.name == "log" and isinstance(subject, ExponentialSum) and subject.sink is None:
         return LogSumExp(subject.scores, subject.nodes, subject.axis, subject.layout)
+    elif isinstance(subject, HiddenRows) and call.name in INVERSIONS:
+        return replace(subject, is_hidden=not subject.is_hidden)
     elif isinstance(subject, (LogSumExp, SinkOdds, SinkScale)):
         return _read_sink_scale(call, subject, context)
     elif isinstance(subject, Maximum) and (value := _read_maximum(call, subject, context)) is not None:
         return value
     elif (total := _read_sum_with_sink(call, subject, context)) is not None:
         return total
-    what = {Maximum: "maximum", LogSumExp: "logsumexp"}.get(type(subject), "sum of the exponentials")
+    what = {Maximum: "maximum", LogSumExp: "logsumexp", HiddenRows: "rows without a visible key"}.get(
+        type(subject), "sum of the exponentials"
+    )
     raise NotUnderstood(f"{call.name} is applied to the {what} of its scores")
+
+
+def _read_hidden_keys(call: Call, subject: HiddenKeys) -> HiddenKeys | HiddenRows:
+    """A row has no visible key if all its keys are hidden, and it has one if any of its keys is visible."""
+    if call.name in INVERSIONS:
+        return replace(subject, is_hidden=not subject.is_hidden)
+    axis = axis_of(call.get("dim"), subject.layout)
+    if axis is None or call.name != ("all" if subject.is_hidden else "any"):
+        raise NotUnderstood(f"{call.name} is applied to the hidden keys of its scores")
+    return HiddenRows(subject.scores, subject.nodes, axis, reduced(call, subject.layout), subject.is_hidden)
 
 
 def _read_sink_scale(call: Call, subject: LogSumExp | SinkOdds | SinkScale, context: Context) -> Known:
@@ -364,6 +388,9 @@ def _with_zeros(call: Call, weights: Weights, context: Context) -> Weights:
     nothing where -inf hides keys.
     """
     mask, where, value = _zeroing(call, weights, context)
+    rows = context.values.get(mask) if call.name != "mul" and context.constant(value) == 0 else None
+    if isinstance(rows, HiddenRows) and _are_hidden(rows, where, weights) and _has_layout(call.node, weights.layout):
+        return replace(weights, nodes=weights.nodes | rows.nodes, hidden_rows_are_zero=True)
     scores, steps = weights.scores, weights.scores.bias
     step = steps[0] if len(steps) == 1 else None
     is_mask_of_scores = (
@@ -379,6 +406,18 @@ def _with_zeros(call: Call, weights: Weights, context: Context) -> Weights:
         return weights
     scores = replace(scores, bias=(replace(step, value=-math.inf),))
     return replace(weights, scores=scores, hidden_rows_are_zero=True)
+
+
+def _are_hidden(rows: HiddenRows, where: bool, weights: Weights) -> bool:
+    """Whether ``rows`` equals ``where`` exactly for the rows of ``weights`` without a visible key."""
+    scores, axis = rows.scores, rows.axis or size_one_axis(rows.scores)
+    is_of_weights = scores is weights.scores and axis == weights.key_axis and are_rows_of(rows, weights.layout)
+    return is_of_weights and rows.is_hidden is where and scores.sink is None and _keeps_hidden_keys(scores)
+
+
+def _keeps_hidden_keys(scores: Scores) -> bool:
+    """Whether a score of -inf stays -inf. A shift by the maximum of a hidden row, or a factor of 0, makes it NaN."""
+    return scores.shifted is None and not any(isinstance(step, Multiply) for step in scores.bias)
 
 
 def _zeroing(call: Call, weights: Weights, context: Context) -> tuple[Any, bool, Any]:

@@ -24,6 +24,7 @@ from kvcompile.passes.mark.values import (
     BiasStep,
     Fill,
     Floor,
+    HiddenKeys,
     Known,
     LogSumExp,
     LogWeights,
@@ -183,9 +184,13 @@ def _subtract(call: Call, scores: Scores, context: Context) -> Known:
 
 def check_rows(other: RowValue, layout: Layout) -> None:
     """Raise NotUnderstood unless ``other`` has one number for each row of a tensor of ``layout``, along its axis."""
-    rows = tuple(() if [axis.name for axis in dim] == [other.axis] else dim for dim in layout)
-    if other.layout != rows or (isinstance(other, Maximum) and other.is_pair):
+    if not are_rows_of(other, layout) or (isinstance(other, Maximum) and other.is_pair):
         raise NotUnderstood("a number for each row is broadcast along another dimension of its scores")
+
+
+def are_rows_of(other: RowValue, layout: Layout) -> bool:
+    """Whether ``other`` has one value for each row of a tensor of ``layout``, along its axis."""
+    return other.layout == tuple(() if [axis.name for axis in dim] == [other.axis] else dim for dim in layout)
 
 
 def _shift(scores: Scores, axis: str) -> Scores:
@@ -342,6 +347,16 @@ def _logsumexp(call: Call, scores: Scores, context: Context) -> LogSumExp:
     return LogSumExp(scores, scores.nodes, _reduced_axis(call, scores), reduced(call, scores.layout))
 
 
+def _compare(call: Call, scores: Scores, context: Context) -> HiddenKeys:
+    """``scores == -inf``, which is True for hidden keys, or its inverse."""
+    number = -math.inf if call.name == "isneginf" else context.constant(call.get("other"))
+    result = value_of(call.node)
+    if number != -math.inf or not isinstance(result, Tensor) or result.dtype is not torch.bool:
+        raise NotUnderstood(f"{call.name} is applied to its scores")
+    _keeps_shape(call, scores)
+    return HiddenKeys(scores, scores.nodes, scores.layout, is_hidden=call.name != "ne")
+
+
 def _reduced_axis(call: Call, scores: Scores) -> str:
     axis = axis_of(call.get("dim"), scores.layout)
     if axis is None:
@@ -410,5 +425,8 @@ _HANDLERS: dict[str, Callable[[Call, Scores, Context], Known | None]] = {
     "max": _max,
     "amax": _amax,
     "logsumexp": _logsumexp,
+    "eq": _compare,
+    "ne": _compare,
+    "isneginf": _compare,
     "cat": _concatenate,
 }

@@ -179,6 +179,23 @@ class ShiftedSink(RowValue):
 
 
 @dataclass(frozen=True)
+class HiddenKeys:
+    """Which scores are -inf, as bools: these keys are hidden. Not ``is_hidden``: which scores are not."""
+
+    scores: Scores
+    nodes: frozenset[Node]
+    layout: Layout
+    is_hidden: bool
+
+
+@dataclass(frozen=True)
+class HiddenRows(RowValue):
+    """Which rows have no visible key, as bools. Not ``is_hidden``: which rows have one."""
+
+    is_hidden: bool
+
+
+@dataclass(frozen=True)
 class Exponentials:
     """The exponentials of scores."""
 
@@ -256,7 +273,7 @@ class Unknown:
 
 
 Tensors = Scores | Weights | LogWeights | Exponentials
-Known = Tensors | RowValue
+Known = Tensors | RowValue | HiddenKeys
 Value = Known | Unknown
 
 

@@ -21,6 +21,7 @@ from torch._inductor.codecache import compiled_fx_graph_hash
 
 import kvcompile.compilation.graph_compiler
 from kvcompile import collect_reports
+from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
 
@@ -142,6 +143,16 @@ def test_garbage_that_holds_a_cache_does_not_matter() -> None:
     del cycle
     compiled(step)(*tokens(3, 0)[:3], *caches, torch.arange(3))
     assert all(isinstance(cache, PackedTensor) for cache in caches)
+
+
+@node_by_node
+def test_a_fake_mode_that_has_seen_a_cache_does_not_matter() -> None:
+    """The modes of ``torch.export`` live as long as the exported module, and each knows the buffers of the module."""
+    mode, caches = FakeTensorMode(), new_caches()
+    fakes = [mode.from_tensor(cache) for cache in caches]
+    compiled(step)(*tokens(3, 0)[:3], *caches, torch.arange(3))
+    assert all(isinstance(cache, PackedTensor) for cache in caches)
+    assert [fake.shape for fake in fakes] == [cache.shape for cache in caches]
 
 
 # The code that continues with it

@@ -203,6 +203,19 @@ def test_dynamo_drops_its_references_only_after_a_registered_backend(is_register
     assert bool(weakref.getweakrefs(x)) is not is_registered
 
 
+def test_all_fake_modes_forget_a_tensor_and_know_others_as_before() -> None:
+    modes = [FakeTensorMode(), FakeTensorMode()]
+    dropped, kept = torch.ones(3), torch.ones(4)
+    fakes = [mode.from_tensor(kept) for mode in modes]
+    for mode in modes:
+        mode.from_tensor(dropped)
+    assert weakref.getweakrefs(dropped)
+    tracing.forget_in_fake_modes([dropped])
+    assert not weakref.getweakrefs(dropped)
+    assert all(mode.from_tensor(kept) is fake for mode, fake in zip(modes, fakes, strict=True))
+    assert modes[0].from_tensor(dropped).shape == (3,)
+
+
 @pytest.mark.skipif(not ahead_of_time.CAN_STORE_CALLS, reason="this release has no aot_compile")
 def test_only_aot_compile_asks_for_a_function_that_can_be_stored() -> None:
     seen = []

@@ -69,6 +69,30 @@ def zeros_by_a_factor_of_floats(q: Tensor, k: Tensor, v: Tensor, o: Operands) ->
     return (o.allowed.to(weights.dtype) * weights) @ repeat_kv(v)
 
 
+def zeros_by_a_safe_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -torch.inf)
+    return torch.ops.aten._safe_softmax(scores, -1) @ repeat_kv(v)
+
+
+def zeros_in_rows_without_any_visible_key(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    """``F.scaled_dot_product_attention``, as ``run_decompositions`` of ``torch.export`` writes it out."""
+    scores = scores_of(q, k) + torch.where(o.allowed, 0.0, -torch.inf)
+    weights = torch.ops.aten._softmax(scores, -1, False)
+    has_visible_key = torch.logical_not(torch.eq(scores, -torch.inf)).any(-1, keepdim=True)
+    return torch.where(torch.logical_not(has_visible_key), torch.full_like(weights, 0), weights) @ repeat_kv(v)
+
+
+def zeros_in_rows_whose_keys_are_all_hidden(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -torch.inf)
+    is_hidden = torch.isneginf(scores).all(-1)
+    return scores.softmax(-1).masked_fill(is_hidden[..., None], 0.0) @ repeat_kv(v)
+
+
+def zeros_elsewhere_than_in_rows_with_a_visible_key(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -torch.inf)
+    return torch.where((scores != -torch.inf).any(-1, keepdim=True), scores.softmax(-1), 0.0) @ repeat_kv(v)
+
+
 WITH_ZEROS = (
     zeros_after_infinity,
     zeros_after_a_constant,
@@ -79,6 +103,10 @@ WITH_ZEROS = (
     zeros_by_a_mask_of_new_bools,
     zeros_by_a_factor_of_bools,
     zeros_by_a_factor_of_floats,
+    zeros_by_a_safe_softmax,
+    zeros_in_rows_without_any_visible_key,
+    zeros_in_rows_whose_keys_are_all_hidden,
+    zeros_elsewhere_than_in_rows_with_a_visible_key,
 )
 
 
@@ -142,6 +170,39 @@ def zeros_by_random_masks(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tenso
     return weights.masked_fill(torch.rand(S) > 0.5, 0.0) @ repeat_kv(v)
 
 
+def zeros_in_rows_of_other_scores(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    others = scores_of(q, k).masked_fill(o.bias > 1, -torch.inf)
+    weights = scores_of(q, k).masked_fill(~o.allowed, -torch.inf).softmax(-1)
+    return weights.masked_fill((others == -torch.inf).all(-1, keepdim=True), 0.0) @ repeat_kv(v)
+
+
+def zeros_in_rows_before_the_mask(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    is_hidden = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill_(~o.allowed, -torch.inf).softmax(-1).masked_fill(is_hidden, 0.0) @ repeat_kv(v)
+
+
+def zeros_in_rows_with_a_visible_key(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -torch.inf)
+    return scores.softmax(-1).masked_fill((scores != -torch.inf).any(-1, keepdim=True), 0.0) @ repeat_kv(v)
+
+
+def zeros_for_keys_that_all_heads_hide(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -torch.inf)
+    return scores.softmax(-1).masked_fill((scores == -torch.inf).all(1, keepdim=True), 0.0) @ repeat_kv(v)
+
+
+def zeros_in_rows_after_a_shift(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -torch.inf)
+    scores = scores - scores.amax(-1, keepdim=True)  # NaN where every key is hidden
+    return scores.softmax(-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0) @ repeat_kv(v)
+
+
+def one_in_rows_without_a_visible_key(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -torch.inf)
+    return scores.softmax(-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 1.0) @ repeat_kv(v)
+
+
 REFUSED = {
     zeros_by_another_mask: "masked_fill",
     zeros_by_one_of_two_masks: "masked_fill",
@@ -153,6 +214,12 @@ REFUSED = {
     a_factor_where_keys_are_hidden: "mul",
     a_factor_of_other_numbers: "mul",
     zeros_by_random_masks: "masked_fill",
+    zeros_in_rows_of_other_scores: "masked_fill",
+    zeros_in_rows_before_the_mask: "masked_fill",
+    zeros_in_rows_with_a_visible_key: "masked_fill",
+    zeros_for_keys_that_all_heads_hide: "masked_fill",
+    zeros_in_rows_after_a_shift: "masked_fill",
+    one_in_rows_without_a_visible_key: "masked_fill",
 }
 
 
@@ -201,3 +268,16 @@ def test_zeros_elsewhere_are_refused(form: Form) -> None:
     (site,) = kvcompile.last_report().sites
     assert site.reason_code == "unrecognised"
     assert f"{REFUSED[form]} is applied to its weights" in str(site.reason)
+
+
+def test_a_safe_softmax_of_shifted_scores_is_refused() -> None:
+    """The shift makes a row without a visible key NaN, and a safe softmax keeps NaN."""
+
+    def shifted(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+        scores = scores_of(q, k).masked_fill(~o.allowed, -torch.inf)
+        return torch.ops.aten._safe_softmax(scores - scores.amax(-1, keepdim=True), -1) @ repeat_kv(v)
+
+    out, expected, _ = results(shifted, "ignore")
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    (site,) = kvcompile.last_report().sites
+    assert "a safe softmax is applied to its scores after a shift" in str(site.reason)

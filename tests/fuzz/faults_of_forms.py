@@ -96,6 +96,11 @@ def weights_that_any_mask_sets_to_zero_count_as_hidden_keys(original: Faulty) ->
     return lambda call, weights, context: replace(weights, hidden_rows_are_zero=True)
 
 
+@fault(read_attention, "_are_hidden")
+def rows_of_any_scores_count_as_rows_without_a_visible_key(original: Faulty) -> Faulty:
+    return lambda rows, where, weights: True
+
+
 # Masks of zeros and ones
 
 

@@ -133,6 +133,18 @@ def a_mask_of_dropped_keys_sets_weights_to_zero(compile: Any, new: Any) -> Itera
     yield run(*tokens(new), kc, vc, new.range(3, 4), places > 3, places == 1), kc, vc
 
 
+@shows("rows of any scores count as rows without a visible key")
+def a_row_of_other_scores_sets_weights_to_zero(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos, hidden, dropped):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        scores = q @ kc.mT * 0.25
+        rows = (scores.masked_fill(dropped, -torch.inf) == -torch.inf).all(-1, keepdim=True)
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(rows, 0.0) @ vc
+
+    run, (kc, vc), places = compile(step), caches(new), new.range(0, S)
+    yield run(*tokens(new), kc, vc, new.range(3, 4), places > 3, places >= 0), kc, vc
+
+
 # Masks of zeros and ones
 
 

@@ -436,6 +436,19 @@ def test_explain_reports_every_site_under_the_policy() -> None:
 
 
 @pytest.mark.usefixtures("without_code_generation")
+def test_explain_says_that_a_model_has_no_attention_and_names_graph_breaks(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    assert kvcompile.explain(nn.Linear(4, 4), torch.ones(2, 4)).notes == ["no attention was found in Linear"]
+    (note,) = kvcompile.explain(broken, torch.ones(2)).notes
+    assert note.startswith("no attention was found in broken; graphs broke at test_report.py:")
+    assert str(kvcompile.verify(nn.Linear(4, 4), torch.ones(2, 4))).endswith("note: no attention was found in Linear")
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("without_code_generation")
 def test_explain_leaves_the_model_and_the_arguments_unchanged() -> None:
     model, (x, position) = Model(), INPUTS
     kvcompile.explain(model, x, position=position)

@@ -106,6 +106,8 @@ def test_the_examples_of_the_help_and_of_the_pages_run(monkeypatch: pytest.Monke
     ("arguments", "message"),
     [
         ("--policies ,", "--policies: the list is empty"),
+        ("--policies ''", "--policies: the list is empty; name presets or formats, or leave the option out"),
+        ("--contexts ''", "--contexts: the list is empty; name numbers of tokens, or leave the option out"),
         ("--heads ٨/٢", "give HEADS/KV"),
         ("--heads 4/3", "--heads: '4/3': give HEADS/KV, where KV divides HEADS"),
         ("--heads four", "--heads: 'four': give HEADS/KV"),

@@ -268,6 +268,7 @@ def test_the_examples_run_up_to_the_evaluation(folder: Path, monkeypatch: pytest
     [
         ("--policies int9", "policy 'int9' is neither a preset nor a file"),
         ("--policies ,", "--policies: the list is empty"),
+        ("--policies ''", "--policies: the list is empty; name presets or policy files, or leave the option out"),
         ("--decode 9 --chunk 4", "--decode 9 is not a multiple of --chunk 4"),
         ("--data nowhere.txt --prefill 8 --decode 8", "nowhere.txt: cannot be read: [Errno 2] No such file"),
         ("--data config.json --prefill 8 --decode 2000", f"make 2008 tokens, but the model reads at most {CONTEXT}"),

@@ -313,3 +313,4 @@ def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert asked[1:3] == [(4.5, 4, len(tune_module.DEFAULT_FORMATS)), (5.0, 2, 2)]
     assert len(pages) > 0
     assert "no format 'int9'" in run("tune --model . --budget-bits 4 --formats int9", code=2)[1]
+    assert "--formats: the list is empty" in run("tune --model . --budget-bits 4 --formats ''", code=2)[1]
