@@ -74,6 +74,14 @@ def records_operators() -> bool:
     return get_proxy_mode() is not None
 
 
+def is_traced_here() -> bool:
+    """Whether Dynamo or ``torch.export`` traces the running code.
+
+    ``torch.compiler.is_compiling()`` is also true in all threads beside one that compiles.
+    """
+    return torch.compiler.is_dynamo_compiling() or records_operators()
+
+
 def functional_mode() -> Any:
     """The mode in which AOTAutograd functionalizes code, if it is on; else None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)

@@ -56,6 +56,7 @@ from kvcompile.caches.static import WHY_NOT_FLEX, WHY_NOT_TRAINING, attention_mo
 from kvcompile.call.key_outliers import examine
 from kvcompile.compat.modules import COMPILED_CALL, uncompiled_call
 from kvcompile.compat.stop_checks import STOPPING_CRITERIA, may_end_early, stopping_late
+from kvcompile.compat.tracing import is_traced_here
 from kvcompile.compat.transformers import (
     COMPILES_FOR_ITSELF,
     PREPARE_CACHE,
@@ -271,7 +272,7 @@ class Generation:
         return packed_manager(self._model, self._options, self._original("init_continuous_batching"), *args, **kwargs)
 
     def _call_model(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or has_packed_pages(kwargs.get("cache")):
+        if is_traced_here() or has_packed_pages(kwargs.get("cache")):
             return uncompiled_call(self._model)(*args, **kwargs)
         request, records = self._request, False
         if request is None and self._outer is not None and self._outer._request is not None:

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout.axes import STORED_AXES, size_along
 from kvcompile.passes.graph.aten import shape_of
+from kvcompile.passes.graph.constant_dims import varying_shape
 from kvcompile.passes.prove.cache_write import Form
 from kvcompile.passes.prove.positions import num_tokens_of, wrapped
 
@@ -89,11 +90,14 @@ def _places_of_aranges(base: Node, axes: str, given: Mapping[str, Node]) -> dict
     rank = max(len(shape_of(index)) for index in given.values())
     places: dict[str, int] = {}
     for axis in given.keys() & {"b", "h"}:
-        if not is_arange(given[axis], size_along(shape_of(base), axes, axis)):
+        size = size_along(shape_of(base), axes, axis)
+        if not is_arange(given[axis], size):
             return None
         own = [dim for dim in range(-rank, 0) if _varies(given[axis], dim)]
         others = [index for other, index in given.items() if other != axis and (axis, other) != ("b", "t")]
         if len(own) > 1 or any(_varies(index, dim) for index in others for dim in own):
+            return None
+        if any(not statically_known_true(shape_of(given[axis])[dim] == size) for dim in own):
             return None
         if own:
             places[axis] = own[0]
@@ -102,13 +106,13 @@ def _places_of_aranges(base: Node, axes: str, given: Mapping[str, Node]) -> dict
 
 def _varies(index: Node, dim: int) -> bool:
     """Whether an index may vary along its dimension ``dim``, which is counted from the end."""
-    shape = shape_of(index)
+    shape = varying_shape(index)
     return -dim <= len(shape) and not statically_known_true(shape[dim] == 1)
 
 
 def is_arange(node: Node, size: Any) -> bool:
-    """Whether the numbers in ``node`` are ``arange(size)``, in any shape."""
-    while node.target in (aten.view.default, aten.unsqueeze.default):
+    """Whether the numbers in ``node`` are ``arange(size)`` in any shape, or that repeated along further dimensions."""
+    while node.target in (aten.view.default, aten.unsqueeze.default, aten.expand.default):
         node = node.args[0]
     return (
         node.target is torch.ops.prims.iota.default

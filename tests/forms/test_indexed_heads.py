@@ -46,6 +46,15 @@ def heads_before_sequences(cache: Tensor, pos: Tensor, x: Tensor) -> None:
     cache[sequences(x)[:, None], heads(x)[:, None, None], pos] = x.transpose(0, 1)
 
 
+def a_grid(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    cache[torch.meshgrid(sequences(x), heads(x), pos, indexing="ij")] = x
+
+
+def expanded_indices(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    size = x.shape[:3]
+    cache[sequences(x)[:, None, None].expand(size), heads(x)[None, :, None].expand(size), pos.expand(size)] = x
+
+
 def heads_and_positions(cache: Tensor, pos: Tensor, x: Tensor) -> None:
     cache[:, heads(x)[:, None], pos] = x
 
@@ -80,6 +89,8 @@ HEADS_FIRST = [
     positions_of_each_sequence,
     positions_before_heads,
     heads_before_sequences,
+    a_grid,
+    expanded_indices,
     heads_and_positions,
     a_value_that_broadcasts,
     the_same_position_of_all,
@@ -134,7 +145,12 @@ def some_heads(cache: Tensor, pos: Tensor, x: Tensor) -> None:
     cache[:, torch.arange(2)[:, None], pos] = x[:, :2]
 
 
-@pytest.mark.parametrize("write", [heads_in_another_order, positions_of_each_head, some_heads])
+def repeated_heads(cache: Tensor, pos: Tensor, x: Tensor) -> None:
+    twice = torch.arange(3)[:, None].expand(3, 2).reshape(6)[:3]  # 0, 0, 1
+    cache[:, twice[:, None], pos] = x[:, twice]
+
+
+@pytest.mark.parametrize("write", [heads_in_another_order, positions_of_each_head, some_heads, repeated_heads])
 def test_other_indices_of_heads_are_refused(write: Write) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
         write(keys, pos, k), write(values, pos, v)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -124,6 +124,28 @@ def test_requests_of_several_threads_are_right(fresh_compiler: None) -> None:
         first, second = threads.map(answer, (prompts[:2], prompts[2:]))
     for tokens, right in zip(first + second, expected, strict=True):
         assert torch.equal(tokens, right)
+
+
+def test_a_thread_that_compiles_does_not_change_a_request_of_another_thread() -> None:
+    model = kvcompile.compile(tiny_llama(num_layers=1), policy={"default": {"dtype": "float32"}})
+    expected = generated(model, prompt(20, "cpu")).sequences
+    compiling, read = Event(), Event()
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        compiling.set()
+        assert read.wait(timeout=60)
+        return gm
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(torch.compile(lambda x: x + 1, backend=backend), torch.ones(3))
+        assert compiling.wait(timeout=60)
+        try:
+            assert torch.compiler.is_compiling()
+            out = generated(model, prompt(20, "cpu"), max_new_tokens=1).sequences
+        finally:
+            read.set()
+        assert torch.equal(other.result(), torch.full((3,), 2.0))
+    assert torch.equal(out, expected[:, :21])
 
 
 @pytest.mark.gpu
