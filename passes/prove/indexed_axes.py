@@ -69,8 +69,9 @@ def _in_stored_order(x: Tensor, names: Sequence[str]) -> Tensor:
 
 
 def _stored(x: Tensor, names: str) -> Tensor:
-    """``x`` as [batch, heads, tokens, channels], of which it may lack the first two; "t" names none to several of its
-    dimensions.
+    """``x`` as [batch, heads, tokens, channels].
+
+    ``x`` may lack the first two dimensions, and any number of its dimensions may be named "t".
     """
     x = _in_stored_order(x, names)
     before, count = len({"b", "h"}.intersection(names)), names.count("t")
@@ -111,7 +112,7 @@ def _varies(index: Node, dim: int) -> bool:
 
 
 def is_arange(node: Node, size: Any) -> bool:
-    """Whether the numbers in ``node`` are ``arange(size)`` in any shape, or that repeated along further dimensions."""
+    """Whether ``node`` holds ``arange(size)`` in any shape. Further dimensions may repeat the numbers."""
     while node.target in (aten.view.default, aten.unsqueeze.default, aten.expand.default):
         node = node.args[0]
     return (

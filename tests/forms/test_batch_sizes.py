@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_steps import check_step, compiled_lossless
 from torch import Tensor
-
-from kvcompile.packed.tensor import PackedTensor
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
 
@@ -50,18 +49,14 @@ def heads_and_sequences_in_one_dimension(
 )
 def test_caches_of_every_batch_size_are_packed(step: Step, dynamic: bool | None) -> None:
     is_merged = step is heads_and_sequences_in_one_dimension
-    options = {"policy": {"default": {"dtype": "float32"}}, "on_unsupported": "error"}
-    compiled = torch.compile(step, backend="kvquant", options=options, dynamic=dynamic)
+    compiled = compiled_lossless(step, dynamic=dynamic)
     for batch in (1, 3, 4, 2):
         shape = (batch * H, S, D) if is_merged else (batch, H, S, D)
         plain = [torch.randn(shape) for _ in range(2)]
         packed = [cache.clone() for cache in plain]
         for first in (5, 62):
             new, pos = [torch.randn(batch, H, 1, D) for _ in range(3)], first + torch.arange(batch)
-            torch.testing.assert_close(compiled(*new, *packed, pos), step(*new, *plain, pos))
-        for cache, expected in zip(packed, plain, strict=True):
-            assert isinstance(cache, PackedTensor)
-            assert torch.equal(cache.dequantize(), expected)
+            check_step(compiled, step, new, packed, plain, pos)
 
 
 def test_a_slice_to_the_end_does_not_limit_a_symbolic_size() -> None:
@@ -73,11 +68,10 @@ def test_a_slice_to_the_end_does_not_limit_a_symbolic_size() -> None:
         weights = scores.masked_fill(torch.arange(S) > pos[:, None], float("-inf")).softmax(-1)
         return (weights @ values).view(q.shape)
 
-    options = {"policy": {"default": {"dtype": "float32"}}, "on_unsupported": "error"}
-    compiled = torch.compile(step, backend="kvquant", options=options)
+    compiled = compiled_lossless(step)
     for batch in (1, 3):
         plain = [torch.randn(batch * 4, S, D) for _ in range(2)]
         packed = [cache.clone() for cache in plain]
         for first, n in ((0, 5), (5, 1), (6, 3), (9, 1)):
             new, pos = [torch.randn(batch, 4, n, D) for _ in range(3)], torch.arange(first, first + n)
-            torch.testing.assert_close(compiled(*new, *packed, pos), step(*new, *plain, pos))
+            check_step(compiled, step, new, packed, plain, pos)

@@ -7,15 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_steps import check_step, compiled_lossless
 from torch import Tensor
 
 from kvcompile import last_report
-from kvcompile.packed.tensor import PackedTensor
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
 
 S, D = 70, 64
-LOSSLESS = {"default": {"dtype": "float32"}}
 
 Write = Callable[[Tensor, Tensor, Tensor], None]
 """Writes the tokens ``x`` [B, H, n, D] at ``pos`` [n] of a cache."""
@@ -109,16 +108,13 @@ def check(write: Write, batch: int, num_heads: int, *, by_tokens: bool) -> None:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         return F.scaled_dot_product_attention(q, keys, values, torch.arange(S) <= pos[:, None])
 
-    compiled = torch.compile(step, backend="kvquant", options={"policy": LOSSLESS, "on_unsupported": "error"})
+    compiled = compiled_lossless(step)
     shape = (batch, S, num_heads, D) if by_tokens else (batch, num_heads, S, D)
     plain = [torch.randn(*shape) for _ in range(2)]
     packed = [cache.clone() for cache in plain]
     for first, n in ((9, 3), (12, 1)):
         new, pos = [torch.randn(batch, num_heads, n, D) for _ in range(3)], torch.arange(first, first + n)
-        torch.testing.assert_close(compiled(*new, *packed, pos), step(*new, *plain, pos))
-        for cache, expected in zip(packed, plain, strict=True):
-            assert isinstance(cache, PackedTensor)
-            assert torch.equal(cache.dequantize(), expected)
+        check_step(compiled, step, new, packed, plain, pos)
 
 
 @pytest.mark.parametrize("size", [(2, 3), (1, 3), (2, 1), (1, 1)], ids=str)

@@ -7,15 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_steps import LOSSLESS, check_step, compiled_lossless
 from torch import Tensor
 
 from kvcompile import last_report
-from kvcompile.packed.tensor import PackedTensor
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
 
 H, S, D = 2, 70, 64
-LOSSLESS = {"default": {"dtype": "float32"}}
 
 Write = Callable[[Tensor, Tensor, Tensor], object]
 """Writes the tokens ``x`` [H, n, D] at ``pos`` [n] of a cache that has one dimension of size 1."""
@@ -66,15 +65,12 @@ def step_with(write: Write) -> Callable[..., Tensor]:
 def check(write: Write, shape: tuple[int, int]) -> None:
     """Two steps, the second of which begins with packed caches, compute what eager code computes on plain ones."""
     step = step_with(write)
-    compiled = torch.compile(step, backend="kvquant", options={"policy": LOSSLESS, "on_unsupported": "error"})
+    compiled = compiled_lossless(step)
     plain = [torch.randn(*shape, S, D) for _ in range(2)]
     packed = [cache.clone() for cache in plain]
     for first, n in ((9, 3), (12, 1)):
         new, pos = [torch.randn(*shape, n, D) for _ in range(3)], torch.arange(first, first + n)
-        torch.testing.assert_close(compiled(*new, *packed, pos), step(*new, *plain, pos))
-        for cache, expected in zip(packed, plain, strict=True):
-            assert isinstance(cache, PackedTensor)
-            assert torch.equal(cache.dequantize(), expected)
+        check_step(compiled, step, new, packed, plain, pos)
 
 
 @pytest.mark.parametrize("form", ONE_SEQUENCE)
@@ -96,15 +92,12 @@ def test_writes_to_one_sequence_after_the_other_are_packed(form: str) -> None:
         visible = torch.arange(S) <= pos[:, :, None]
         return F.scaled_dot_product_attention(q, keys, values, visible[:, None])
 
-    compiled = torch.compile(step, backend="kvquant", options={"policy": LOSSLESS, "on_unsupported": "error"})
+    compiled = compiled_lossless(step)
     plain = [torch.randn(3, H, S, D) for _ in range(2)]
     packed = [cache.clone() for cache in plain]
     for n in (3, 1):
         new, pos = [torch.randn(3, H, n, D) for _ in range(3)], torch.tensor([[5], [63], [0]]) + torch.arange(n)
-        torch.testing.assert_close(compiled(*new, *packed, pos), step(*new, *plain, pos))
-        for cache, expected in zip(packed, plain, strict=True):
-            assert isinstance(cache, PackedTensor)
-            assert torch.equal(cache.dequantize(), expected)
+        check_step(compiled, step, new, packed, plain, pos)
 
 
 def moved_to_values(keys: Tensor, values: Tensor, pos: Tensor, k: Tensor) -> None:
