@@ -13,6 +13,7 @@ from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.spec.residual import (
     Update,
     all_entries,
+    entry_of,
     entry_scatter,
     header_of,
     is_few,
@@ -242,6 +243,32 @@ def replace_blocks_(data: Tensor, layout: PackedLayout, first: int, last: int, s
         data[begin:end].zero_()
     else:
         data[begin:end].copy_(source[begin:end])
+
+
+def drop_first_blocks_(data: Tensor, layout: PackedLayout, num_blocks: int) -> None:
+    """Drop the first blocks of tokens, in place: block ``num_blocks`` becomes block 0, and zeros follow the last block.
+
+    Bytes move, and nothing is quantized again. Exact blocks keep their entries. A block that becomes one of the
+    ``sink_blocks`` is read in its packed form from then on.
+
+    Args:
+        data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; changed in place.
+        layout: the layout of ``data``.
+        num_blocks: the number of blocks to drop, a multiple of the ``recent_blocks`` of a residual.
+
+    Raises:
+        ValueError: ``num_blocks`` is not such a multiple.
+    """
+    if layout.residual is not None:
+        if layout.residual.recent_blocks and num_blocks % layout.residual.recent_blocks:
+            raise ValueError(f"{num_blocks} blocks are not a multiple of {layout.residual.recent_blocks} recent blocks")
+        block = layout.tags(data).long() - 1 - num_blocks
+        keeps_entry = entry_of(layout.residual, block) == torch.arange(layout.residual.num_entries, device=data.device)
+        layout.tags(data).copy_(torch.where((block >= 0) & keeps_entry, block + 1, 0))
+    blocks = data[layout.header_blocks :]
+    kept = blocks[num_blocks:].clone()  # the copy below overlaps it
+    blocks[: len(kept)].copy_(kept)
+    blocks[len(kept) :].zero_()
 
 
 def pack_tokens(layout: PackedLayout, x: Tensor) -> Tensor:

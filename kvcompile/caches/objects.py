@@ -1,4 +1,4 @@
-"""Lookup of Transformers' cache classes by name, and reconstruction of their objects from saved state."""
+"""Lookup of cache classes by name, and reconstruction of their objects from saved state."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
+from kvcompile.caches import blockwise_window
 from kvcompile.errors import CacheFileError, one_line, shown
 
-_MODULE = "transformers.cache_utils"
+_MODULES = "transformers.cache_utils", blockwise_window.__name__
 
 
 def is_known(cls: Any) -> TypeGuard[type]:
-    """Whether ``cls`` is a cache class or layer class of Transformers. Some empty layer classes have no common base."""
-    return isinstance(cls, type) and cls.__module__ == _MODULE
+    """Whether ``cls`` is a cache class or layer class of Transformers, or a layer class of kvcompile.
+
+    Some empty layer classes have no common base.
+    """
+    return isinstance(cls, type) and cls.__module__ in _MODULES
 
 
 def versions() -> dict[str, str]:
@@ -43,10 +47,10 @@ def _minor(version: str) -> list[str]:
 
 
 def known_class(name: str, path: Any) -> type:
-    """The class called ``name``; CacheFileError if it is not a cache class of Transformers."""
+    """The class called ``name``; CacheFileError if it is not a cache class."""
     from transformers import cache_utils
 
-    cls = getattr(cache_utils, name, None)
+    cls = getattr(cache_utils, name, None) or getattr(blockwise_window, name, None)
     if not is_known(cls):
         raise CacheFileError(
             f"{path}: Transformers has no cache class {shown(name)}; compute the cache again from its prompt"

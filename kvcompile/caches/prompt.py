@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.caches.requests import packed_layers
-from kvcompile.caches.static import full_layer_classes, is_full
+from kvcompile.caches.blockwise_window import is_blockwise
+from kvcompile.caches.static import full_layer_classes, is_full, packed_layers
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed
 from kvcompile.packed.tokens import ExactTokens
 from kvcompile.packed.writes import put_pair, takes_pairs
@@ -27,14 +27,15 @@ def expect_first_prompt(cache: Any) -> None:
     """Let the layers of an empty static cache announce masks for the first prompt alone.
 
     :func:`updating_layers` then gives attention the new keys and values, in full precision. Few tokens are read packed
-    (:func:`reads_packed`), so that their mask covers the whole layer. Layers share a mask, so nothing changes if a
-    layer without a window is plain.
+    (:func:`reads_packed`), so that their mask covers the whole layer. All layers without a window share a mask, and so
+    do all layers with one, so nothing changes for them if one of them is plain.
     """
-    layers = packed_layers(cache)
-    if len(layers) < sum(map(is_full, cache.layers)):
-        return
-    for layer in layers:
-        layer.get_mask_sizes = partial(_mask_sizes, layer)
+    packed = packed_layers(cache)
+    for kind in (is_full, is_blockwise):
+        layers = list(filter(kind, cache.layers))
+        if all(layer in packed for layer in layers):
+            for layer in layers:
+                layer.get_mask_sizes = partial(_mask_sizes, layer)
 
 
 def expects_first_prompt(layers: Iterable[Any], num_tokens: int) -> bool:
@@ -52,7 +53,7 @@ def takes_pairs_of_prompt(layer: Any, batch_size: int, num_tokens: int) -> bool:
     """Whether one launch writes the keys and values of the first prompt to a layer, in place of its ``update``."""
     return (
         expects_first_prompt([layer], num_tokens)
-        and type(layer).update is full_layer_classes()[0].update
+        and (is_blockwise(layer) or type(layer).update is full_layer_classes()[0].update)
         and takes_pairs(layer.keys, layer.values)
         and batch_size == layer.keys.shape[0]
         and num_tokens <= layer.keys.shape[2]
@@ -121,9 +122,14 @@ def _update(
         if takes_pairs_of_prompt(layer, keys.shape[0], keys.shape[2]):
             put_pair(layer.keys, layer.values, _next_slots(layer, keys), keys, values)
             layer.cumulative_length.add_(keys.shape[2])
+            if is_blockwise(layer):
+                layer.cumulative_length_int += keys.shape[2]
         else:
             update()
         return keys.to(layer.keys.dtype), values.to(layer.values.dtype)
+    if is_blockwise(layer) and not layer.make_room(keys.shape[2]):
+        plain: tuple[Tensor, ...] = update()
+        return plain
     slots = _next_slots(layer, keys)  # the update changes the length
     returned = tuple(
         cache.with_new_tokens(NewTokens(x.to(cache.dtype), slots))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.caches.blockwise_window import is_blockwise
 from kvcompile.caches.prompt import takes_pairs_of_prompt
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.kernels.precompile import precompile
@@ -30,8 +31,8 @@ def precompile_prompt(layers: list[Any], prompt: Tensor, num_heads: int | None, 
     """
     if not prompt.is_cuda:
         return
-    num_tokens = prompt.shape[1]
     for layer in layers:
+        num_tokens = min(prompt.shape[1], layer.window if is_blockwise(layer) else prompt.shape[1])
         caches = layer.keys, layer.values
         data, specs = zip(*((cache.packed, cache.packed_layout.spec) for cache in caches), strict=True)
         new = [_of_projection(cache, cache.shape[1], num_tokens) for cache in caches]

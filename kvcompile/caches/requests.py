@@ -10,21 +10,25 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from kvcompile.caches import room
+from kvcompile.caches.blockwise_window import is_blockwise
 from kvcompile.caches.static import (
     attention_modules,
     autocast_dtype,
     full_layer_classes,
     is_full,
-    static_cache,
+    is_packed,
+    is_window,
+    packed_cache,
+    packed_layers,
 )
-from kvcompile.compat.transformers import prepare_inputs, take_window
+from kvcompile.compat.transformers import prepare_inputs
 from kvcompile.errors import KVCompileError
-from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, num_blocks
-from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
+from kvcompile.packed.tensor import PACKED_DIM
 from kvcompile.policy.policy import Policy
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedConfig, StaticCache
+    from transformers import Cache, StaticCache
 
 
 class RequestCaches:
@@ -49,7 +53,7 @@ class RequestCaches:
             PolicyError, KVCompileError: see :func:`kvcompile.static_cache`; or the model does not prepare its inputs
                 for such a cache.
         """
-        num_tokens = room_for(num_tokens)
+        num_tokens = room.room_for(num_tokens)
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is not None and self._serves(kept, batch_size, num_tokens) and _can_change(kept):
@@ -57,7 +61,7 @@ class RequestCaches:
             return kept
         kept = None  # free the old cache before the new cache is allocated
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
-            cache: Any = static_cache(self._model, batch_size, num_tokens, self._policy)
+            cache: Any = packed_cache(self._model, batch_size, num_tokens, self._policy, blockwise=True)
         _check_preparation(self._model, cache, batch_size)
         cache.__class__ = _request_cache_class()
         cache.made_for = self._made_for(batch_size, num_tokens)
@@ -65,7 +69,7 @@ class RequestCaches:
 
     def has_packed_layers(self, cache: StaticCache) -> bool:
         """Whether a layer is packed, or has a window that the first compiled step packs."""
-        return bool(packed_layers(cache)) or any(map(_is_window, self._plain_layers(cache)))
+        return bool(packed_layers(cache)) or any(map(is_window, self._plain_layers(cache)))
 
     def why_not_packed(self, cache: StaticCache) -> str | None:
         """Why no layer with keys and values is packed from the start; None if the policy packs no layer."""
@@ -84,7 +88,7 @@ class RequestCaches:
             layer
             for index, layer in enumerate(cache.layers)
             if isinstance(layer, full_layer_classes())
-            and not _is_packed(layer)
+            and not is_packed(layer)
             and self._policy.formats_for(modules.get(index, ""), index, len(cache.layers)) is not None
         ]
 
@@ -146,22 +150,12 @@ def _error_of_preparation(model: Any, cache: Any, batch_size: int) -> str | None
     return None
 
 
-def room_for(num_tokens: int, room: int = 0) -> int:
-    """The capacity of a new cache for ``num_tokens``, or of a cache of capacity ``room`` that grows to hold them."""
-    return num_blocks(max(num_tokens, room * 3 // 2)) * BLOCK_TOKENS
-
-
 def hand_out(cache: Any) -> None:
     """Change a cache of :class:`RequestCaches` to a public class, so that users can save, copy and pass it on."""
     from transformers import StaticCache
 
     cache.__class__ = StaticCache
     del cache.made_for
-
-
-def packed_layers(cache: Cache) -> list[Any]:
-    """The layers of a static cache that have room for all tokens and whose keys and values are packed."""
-    return [layer for layer in getattr(cache, "layers", ()) if _is_packed(layer)]
 
 
 def can_crop(cache: Cache) -> bool:
@@ -176,14 +170,17 @@ def can_forget(cache: Cache) -> bool:
     which come with such tokens.
     """
     layers: Any = cache.layers
-    return can_crop(cache) and all(_is_packed(each) and _is_packed_alone(each) for each in layers)
+    return can_crop(cache) and all(is_packed(each) and _is_packed_alone(each) for each in layers)
 
 
 def crop(cache: Cache, tokens_to_remove: int) -> None:
     """Drop the last ``-tokens_to_remove`` tokens of a static cache, which stay masked until they are overwritten."""
     layers: Any = cache.layers
     for layer in layers:
-        layer.cumulative_length.add_(tokens_to_remove)
+        if is_full(layer):
+            layer.cumulative_length.add_(tokens_to_remove)
+        else:
+            layer.crop(tokens_to_remove)
 
 
 def why_no_crop(cache: Cache) -> str:
@@ -198,91 +195,11 @@ def why_no_crop(cache: Cache) -> str:
 def _kinds_without_crop(cache: Cache) -> list[str]:
     """The kinds of layers that cannot drop tokens."""
     layers: Any = cache.layers
-    return list(dict.fromkeys(type(layer).__name__ for layer in layers if type(layer) is not full_layer_classes()[0]))
+    return list(dict.fromkeys(type(layer).__name__ for layer in layers if not _can_crop(layer)))
 
 
-def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_top: bool) -> None:
-    """Give a static cache room for ``num_tokens`` tokens, in place, if a layer is packed or all layers have windows.
-
-    A cache that is too short grows by at least half, so that a conversation seldom waits for a reallocation. Windows
-    of sliding layers that were cut to the length of the cache grow with it, up to the window of the model. Other caches
-    are not changed.
-
-    Args:
-        cache: any cache.
-        config: the config of the model, which has the windows of its layers.
-        num_tokens: number of tokens that need room.
-        is_on_top: whether ``num_tokens`` excludes the tokens that the cache already holds.
-
-    Raises:
-        KVCompileError: the cache is too short, and a layer with a cut window cannot be extended.
-    """
-    room = _room_of(cache)
-    needed = num_tokens + (int(cache.get_seq_length()) if is_on_top else 0)
-    if room is None or room >= needed:
-        return
-    longer = room_for(needed, room)
-    cut = [(layer, wider) for layer, wider in _with_wider_windows(cache, config, longer) if layer.max_cache_len == room]
-    if not all(_can_widen(layer, wider) for layer, wider in cut):
-        raise KVCompileError(
-            f"generate: the given cache has room for {room} tokens, this request may need {needed}, and a window that "
-            "was cut to this room cannot be extended any more; make a longer cache with kvcompile.static_cache"
-        )
-    layer: Any
-    for layer in filter(is_full, cache.layers):
-        _extend(layer, longer)
-        layer.max_cache_len = longer
-    for layer, wider in cut:
-        if layer.is_initialized and layer.max_cache_len < wider.max_cache_len:
-            _extend(layer, wider.max_cache_len)
-        take_window(layer, wider)
-
-
-def _room_of(cache: Any) -> int | None:
-    """The number of tokens for which a cache of :func:`make_room` has room; None for any other cache."""
-    packed = packed_layers(cache)
-    if packed:
-        return int(packed[0].max_cache_len)
-    layers = getattr(cache, "layers", [])
-    if not layers or not all(_is_window(layer) for layer in layers):
-        return None
-    return max(int(layer.max_cache_len) for layer in layers)  # of a window that was cut, or of the longest window
-
-
-def _with_wider_windows(cache: Cache, config: PreTrainedConfig, num_tokens: int) -> list[tuple[Any, Any]]:
-    """Each layer of ``cache`` with a window, and its empty counterpart in a longer cache; None if not known."""
-    from transformers import StaticCache
-
-    longer = StaticCache(config=config, max_cache_len=num_tokens).layers
-    places = longer if len(longer) == len(cache.layers) else [None] * len(cache.layers)
-    pairs = zip(cache.layers, places, strict=True)
-    return [(layer, wider) for layer, wider in pairs if not is_full(layer) and hasattr(layer, "max_cache_len")]
-
-
-def _can_widen(layer: Any, wider: Any) -> bool:
-    """Whether a layer still holds all its tokens in order, so that a longer layer can continue with them."""
-    if wider is None or layer.max_cache_len == wider.max_cache_len:
-        return wider is not None
-    is_window = _is_window(layer) and type(layer) is type(wider)
-    return is_window and layer.get_seq_length() <= layer.max_cache_len
-
-
-def _extend(layer: Any, num_tokens: int) -> None:
-    for name in ("keys", "values"):
-        with torch.inference_mode(False):
-            setattr(layer, name, _extended(getattr(layer, name), num_tokens))
-        torch._dynamo.mark_static_address(getattr(layer, name))
-
-
-def _extended(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    shape = (*tensor.shape[:2], num_tokens, tensor.shape[3])
-    if isinstance(tensor, PackedTensor):
-        longer = PackedTensor.zeros(shape, tensor.dtype, tensor.packed_layout, tensor.axes, tensor.device)
-        longer.packed[: tensor.packed.shape[0]].copy_(tensor.packed)
-        return longer
-    plain = tensor.new_zeros(shape)
-    plain[:, :, : tensor.shape[2]].copy_(tensor)
-    return plain
+def _can_crop(layer: Any) -> bool:
+    return type(layer) is full_layer_classes()[0] or (is_blockwise(layer) and layer.is_croppable)
 
 
 def _can_change(cache: StaticCache) -> bool:
@@ -298,7 +215,7 @@ def _clear(cache: StaticCache) -> None:
     """Reset a cache to its initial state."""
     layer: Any
     for layer in cache.layers:
-        if not _is_packed(layer):
+        if not is_packed(layer) or is_blockwise(layer):
             layer.reset()
             continue
         layer.keys.packed.zero_()
@@ -310,23 +227,13 @@ def _clear(cache: StaticCache) -> None:
 
 def _has_states(layer: Any) -> bool:
     """Whether a packed layer also has states of linear attention."""
-    return type(layer) is not full_layer_classes()[0]
+    return is_full(layer) and type(layer) is not full_layer_classes()[0]
 
 
 def _states_class() -> Any:
     from transformers.cache_utils import LinearAttentionLayer
 
     return LinearAttentionLayer
-
-
-def _is_window(layer: Any) -> bool:
-    from transformers.cache_utils import StaticSlidingWindowLayer
-
-    return type(layer) is StaticSlidingWindowLayer
-
-
-def _is_packed(layer: Any) -> bool:
-    return is_full(layer) and isinstance(layer.keys, PackedTensor)
 
 
 def _is_packed_alone(layer: Any) -> bool:
@@ -350,7 +257,7 @@ def _request_cache_class() -> type:
             """Copy sequence ``beam_idx[i]`` to each sequence ``i``. Addresses stay fixed for compiled code."""
             layer: Any
             for layer in self.layers:
-                if not _is_packed(layer):
+                if not is_packed(layer):
                     layer.reorder_cache(beam_idx)
                     continue
                 for tensor in (layer.keys, layer.values):

@@ -12,12 +12,14 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from kvcompile.caches.blockwise_window import blockwise_window_class, is_blockwise
 from kvcompile.compat.modules import has_compiled_parts, original_module, running_eagerly, uncompiled_call
 from kvcompile.compat.tracing import FakeTensorMode, fake_errors_unlogged
 from kvcompile.compat.transformers import attends_by_flex, promises_static_caches, with_cache
 from kvcompile.errors import KVCompileError, PolicyError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
+from kvcompile.packed.room import droppable_tokens
 from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.parallel.context_parallel import shard_of
@@ -42,9 +44,10 @@ WHY_NOT_FLEX = (
 WHY_NOT_TRAINING = "its dropout is active, as in training; call model.eval()"
 """Why the requests of a model with active dropout get no packed cache."""
 
-_TENSORS: tuple[tuple[str, Role], ...] = (("keys", "key"), ("values", "value"))
+TENSORS: tuple[tuple[str, Role], ...] = (("keys", "key"), ("values", "value"))
+"""The attributes of a layer that hold its caches, and their roles."""
 
-_MOST = 10**12
+MOST_TOKENS = 10**12
 """Sequences or tokens of a cache; PyTorch cannot count the bytes of many more."""
 
 
@@ -73,21 +76,20 @@ def static_cache(
 
     Returns:
         A cache of ``batch_size`` sequences. Layers with a sliding window and layers whose rule says ``auto`` are plain
-        layers of Transformers, allocated at their first write.
+        layers of Transformers, allocated at their first write. ``generate()`` of a model that is prepared by
+        :func:`kvcompile.compile` makes caches with packed windows.
 
     Raises:
         PolicyError: the policy is invalid, or one of its formats cannot hold the keys or values of a layer.
         KVCompileError: the model does not run with a static cache, computes other logits with it, or attends by
             ``flex_attention``; or autocast gives its keys and values different dtypes; or a number is not positive.
     """
-    from transformers import StaticCache
-
     policy, shard = Policy.load(policy), shard_of(context_parallel)
     for name, number in (("batch_size", batch_size), ("max_len", max_len)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise KVCompileError(f"static_cache: {name}: expected a whole number of at least 1, got {shown(number)}")
-        if number > _MOST:
-            raise KVCompileError(f"static_cache: {name}: give at most {_MOST}, got {shown(number)}")
+        if number > MOST_TOKENS:
+            raise KVCompileError(f"static_cache: {name}: give at most {MOST_TOKENS}, got {shown(number)}")
     config: Any = getattr(model, "config", None)
     if config is None:
         raise KVCompileError(
@@ -96,15 +98,64 @@ def static_cache(
         )
     if attends_by_flex(config):
         raise KVCompileError(f"static_cache: {WHY_NOT_FLEX}")
+    return packed_cache(model, batch_size, max_len, policy, shard)
+
+
+def packed_cache(
+    model: nn.Module,
+    batch_size: int,
+    max_len: int,
+    policy: Policy,
+    shard: ContextShard | None = None,
+    *,
+    blockwise: bool = False,
+) -> StaticCache:
+    """The cache of :func:`static_cache`, with the same errors.
+
+    Args:
+        model, batch_size, max_len, policy: as there.
+        shard: this rank's share of the tokens; None if it holds all tokens.
+        blockwise: whether windows move by whole blocks (:mod:`kvcompile.caches.blockwise_window`). They are packed too.
+    """
+    from transformers import StaticCache
+
+    config: Any = model.config
     filled = _filled(model, config, batch_size, max_len)
     cache = StaticCache(config=config, max_cache_len=max_len)
-    modules = attention_modules(model)
-    layers: list[tuple[Any, Any]] = list(zip(cache.layers, filled.layers, strict=True))
-    for index, (layer, filled_layer) in enumerate(layers):
-        formats = policy.formats_for(modules.get(index, ""), index, len(layers))
-        if formats is not None and is_full(layer) and filled_layer.is_initialized:
-            _pack(layer, filled_layer, formats, shard, f"layer {index}")
+    windows, modules = windows_of(config, cache) if blockwise else {}, attention_modules(model)
+    layouts: dict[int, tuple[PackedLayout, ...]] = {}
+    layer: Any
+    for index, layer in enumerate(filled.layers):
+        formats = policy.formats_for(modules.get(index, ""), index, len(filled.layers))
+        if formats is not None and (is_full(cache.layers[index]) or index in windows) and layer.is_initialized:
+            layouts[index] = _layouts(layer, formats, f"static_cache: layer {index}", shard)
+    _make_blockwise(cache, max_len, windows, layouts)
+    for index, pair in layouts.items():
+        _pack(cache.layers[index], filled.layers[index], pair, shard)
     return cache
+
+
+def windows_of(config: Any, cache: StaticCache) -> dict[int, int]:
+    """Maps each layer of a static cache with a window to the tokens of this window in the model's config.
+
+    It is empty if windows differ, or if one of these layers also has states. Layers with windows share a mask, so all
+    of them must move their tokens alike.
+    """
+    from transformers import StaticCache
+
+    unlimited: list[Any] = StaticCache(config=config, max_cache_len=MOST_TOKENS).layers  # they have no memory
+    windows = {index: each.max_cache_len for index, each in enumerate(unlimited) if getattr(each, "is_sliding", False)}
+    are_alike = len(unlimited) == len(cache.layers) and len(set(windows.values())) == 1
+    return windows if are_alike and all(is_window(cache.layers[index]) for index in windows) else {}
+
+
+def _make_blockwise(
+    cache: StaticCache, max_len: int, windows: Mapping[int, int], layouts: Mapping[int, tuple[PackedLayout, ...]]
+) -> None:
+    """Replace layers with windows of an empty cache by blockwise ones, which all drop their tokens at the same time."""
+    drops = droppable_tokens(layout.residual for index in windows for layout in layouts.get(index, ()))
+    for index, window in windows.items():
+        cache.layers[index] = blockwise_window_class()(max_len, window, drops)
 
 
 def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int) -> StaticCache:
@@ -273,6 +324,23 @@ def full_layer_classes() -> tuple[Any, ...]:
     return cache_utils.StaticLayer, *(() if both is None else (both,))
 
 
+def is_window(layer: Any) -> bool:
+    """Whether a layer is the static layer of Transformers that has a window, and no states beside it."""
+    from transformers.cache_utils import StaticSlidingWindowLayer
+
+    return type(layer) is StaticSlidingWindowLayer
+
+
+def packed_layers(cache: Cache) -> list[Any]:
+    """The layers of a static cache that are packed: without a window, or with a window that moves by whole blocks."""
+    return [layer for layer in getattr(cache, "layers", ()) if is_packed(layer)]
+
+
+def is_packed(layer: Any) -> bool:
+    """Whether a layer of :func:`packed_layers` has packed keys and values."""
+    return (is_full(layer) or is_blockwise(layer)) and isinstance(layer.keys, PackedTensor)
+
+
 def attention_modules(model: nn.Module) -> dict[int, str]:
     """Maps each layer index to the name of its attention module: the innermost module with that layer index."""
     names = [name for name, module in model.named_modules() if getattr(module, "layer_idx", None) is not None]
@@ -286,21 +354,31 @@ def check_holds(layout: PackedLayout, dtype: torch.dtype, place: str) -> None:
         raise PolicyError(f"{place}: {layout.format_name} cannot hold its {layout.role}s: {reason}")
 
 
-def _pack(layer: Any, filled: Any, formats: FormatPair, shard: ContextShard | None, place: str) -> None:
+def _layouts(filled: Any, formats: FormatPair, place: str, shard: ContextShard | None) -> tuple[PackedLayout, ...]:
+    """The layouts of the keys and values of a layer like ``filled``. ``place`` names the call and the layer."""
+    layouts, dtype = [], filled.keys.dtype
+    for (_, role), plain in zip(TENSORS, _both(filled), strict=True):
+        layout = formats.layout(role, plain.shape[3], dtype)
+        check_holds(layout, dtype, place)
+        if shard is not None and layout.why_not_split is not None:
+            raise PolicyError(
+                f"{place}: ranks cannot split this cache: {layout.why_not_split}; choose a format that is not "
+                "calibrated, without residual_length and sink_tokens, such as int4_per_token_head"
+            )
+        layouts.append(layout)
+    return tuple(layouts)
+
+
+def _pack(layer: Any, filled: Any, layouts: tuple[PackedLayout, ...], shard: ContextShard | None) -> None:
     """Initialise a layer like ``filled``, which may have room for one token only, with packed keys and values."""
     dtype, device, max_len = filled.keys.dtype, filled.keys.device, layer.max_cache_len
     examples = (torch.empty((0, *x.shape[1:2], 1, *x.shape[3:]), dtype=dtype, device=device) for x in _both(filled))
     layer.lazy_initialization(*examples)  # with zero sequences, which need no memory
-    layer.__dict__.update({name: value for name, value in vars(filled).items() if isinstance(value, int)})
-    layer.max_cache_len = max_len
-    for (name, role), plain in zip(_TENSORS, _both(filled), strict=True):
-        layout = formats.layout(role, plain.shape[3], dtype)
-        check_holds(layout, dtype, f"static_cache: {place}")
-        if shard is not None and layout.why_not_split is not None:
-            raise PolicyError(
-                f"static_cache: {place}: ranks cannot split this cache: {layout.why_not_split}; choose a format that "
-                "is not calibrated, without residual_length and sink_tokens, such as int4_per_token_head"
-            )
+    layer.batch_size = filled.batch_size
+    if is_full(layer):  # a blockwise window has other counts
+        layer.__dict__.update({name: value for name, value in vars(filled).items() if isinstance(value, int)})
+        layer.max_cache_len = max_len
+    for (name, _), layout, plain in zip(TENSORS, layouts, _both(filled), strict=True):
         packed: torch.Tensor
         shape = (*plain.shape[:2], max_len, plain.shape[3])
         if shard is None:

@@ -90,10 +90,3 @@ def promises_static_caches(model: Any) -> bool:
 def mask_length(config: Any) -> int | None:
     """The length of the attention mask that ``generate()`` makes itself; None in releases that do not record it."""
     return getattr(config, "_mask_length", None)
-
-
-def take_window(layer: Any, other: Any) -> None:
-    """Give ``layer`` the window of ``other``; both are sliding layers of a static cache."""
-    layer.max_cache_len = other.max_cache_len
-    if hasattr(other, "_is_croppable"):  # since Transformers 5.24: whether the window holds all tokens of its cache
-        layer._is_croppable = other._is_croppable

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from kvcompile.backend import ConfiguredBackend
+from kvcompile.caches.blockwise_window import prepared_for_step
 from kvcompile.caches.pages import has_packed_pages
 from kvcompile.caches.prompt import (
     expect_first_prompt,
@@ -48,11 +49,16 @@ from kvcompile.caches.requests import (
     can_forget,
     crop,
     hand_out,
-    make_room,
-    packed_layers,
     why_no_crop,
 )
-from kvcompile.caches.static import WHY_NOT_FLEX, WHY_NOT_TRAINING, attention_modules, has_active_dropout
+from kvcompile.caches.room import make_room
+from kvcompile.caches.static import (
+    WHY_NOT_FLEX,
+    WHY_NOT_TRAINING,
+    attention_modules,
+    has_active_dropout,
+    packed_layers,
+)
 from kvcompile.call.key_outliers import examine
 from kvcompile.compat.modules import COMPILED_CALL, uncompiled_call
 from kvcompile.compat.stop_checks import STOPPING_CRITERIA, may_end_early, stopping_late
@@ -250,7 +256,7 @@ class Generation:
             self._original(PREPARE_CACHE)(config, model_kwargs, mode, batch_size, max_cache_length)
             if cache is not None:
                 is_on_top = not _repeats_the_past(config, model_kwargs)
-                make_room(cache, self._model.config, max_cache_length, is_on_top=is_on_top)
+                make_room(cache, self._model, self._options.policy, max_cache_length, is_on_top=is_on_top)
         if request is not None:
             warns = config.output_attentions and not gives_attention_maps(self._model.config)  # a graph break
             request.cache, request.decodes_with = cache, None if config.disable_compile or warns else cache
@@ -293,7 +299,7 @@ class Generation:
             request.has_compiled_step = True
         if request is not None and request.records and not request.keeps_outputs:
             records = kwargs["input_ids"].is_cuda and cache_of_call.is_compileable
-        with _COMPILED_CODE, nullcontext() if request is None else no_launch_hint():
+        with _COMPILED_CODE, nullcontext() if request is None else no_launch_hint(), _counted(cache_of_call, kwargs):
             return (self._recorded if records else self._compiled)(*args, **kwargs)
 
     # Their implementation
@@ -402,6 +408,12 @@ class Generation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _counted(cache: Any, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+    """A context for a compiled call, in which windows of ``cache`` that move by blocks find room for its new tokens."""
+    ids = inputs.get("input_ids")
+    return nullcontext() if ids is None else prepared_for_step(cache, ids.shape[1])
 
 
 def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:

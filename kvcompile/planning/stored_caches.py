@@ -12,20 +12,27 @@ import torch
 
 from kvcompile.errors import PolicyError
 from kvcompile.kernels.layout.packed_layout import Role
+from kvcompile.packed.room import droppable_tokens, room_of_window
 from kvcompile.passes.site import Site
 from kvcompile.planning.errors import PlanError
-from kvcompile.planning.model_caches import LayerCache, ModelCaches
+from kvcompile.planning.model_caches import CONTEXT, LayerCache, ModelCaches
 from kvcompile.planning.storage import DTYPE_BYTES, Measure, Storage, compressed, of_dtype, uncompressed
 from kvcompile.policy.policy import Policy
 
 
 @dataclass(frozen=True)
 class StoredCache:
-    """The cache of one layer, and the storages of its keys and values."""
+    """The cache of one layer, and the storages of its keys and values.
+
+    Attributes:
+        room: the number of tokens for which a cache with a window has room in a prepared model, where it drops whole
+            blocks; None if its room is its window, or it has none.
+    """
 
     cache: LayerCache
     key: Storage
     value: Storage
+    room: int | None = None
 
     @property
     def halves(self) -> tuple[tuple[Role, Storage, int], ...]:
@@ -41,9 +48,14 @@ class StoredCache:
         """:meth:`nbytes` by the name of the storage."""
         parts: dict[str, sympy.Expr] = {}
         for _, storage, width in self.halves:
-            nbytes = self.cache.num_kv_heads * storage.nbytes(width, self.cache.tokens, measure)
+            nbytes = self.cache.num_kv_heads * storage.nbytes(width, self._tokens(measure), measure)
             parts[storage.name] = parts.get(storage.name, sympy.Integer(0)) + nbytes
         return parts
+
+    def _tokens(self, measure: Measure) -> sympy.Expr:
+        """The number of tokens that the cache keeps, or for which it allocates memory."""
+        is_longer = measure == "allocated" and self.room is not None
+        return sympy.Min(CONTEXT, self.room) if is_longer else self.cache.tokens
 
     @property
     def workspace(self) -> sympy.Expr:
@@ -138,7 +150,19 @@ def store_caches(name: str, policy: Policy, model: ModelCaches) -> PolicyCaches:
         if policy.on_unsupported == "error":
             raise PlanError(f"{text}; the policy says on_unsupported: error")
         notes.append(text)
-    return PolicyCaches(name, caches, tuple(notes))
+    return PolicyCaches(name, _with_rooms(caches), tuple(notes))
+
+
+def _with_rooms(caches: tuple[StoredCache, ...]) -> tuple[StoredCache, ...]:
+    """``caches`` with the rooms of their windows, which all drop the same number of tokens at once."""
+    windows = [stored for stored in caches if stored.cache.kind in ("sliding", "chunked")]
+    drops = droppable_tokens(storage.residual for stored in windows for _, storage, _ in stored.halves)
+    return tuple(
+        replace(stored, room=room_of_window(stored.cache.limit, drops))
+        if stored in windows and stored.cache.limit
+        else stored
+        for stored in caches
+    )
 
 
 def _load(name: str) -> Policy:

@@ -29,6 +29,7 @@ from formats_of_every_kind import in_turn  # noqa: E402
 from policies import reading_packed  # noqa: E402
 from small_models import give_outlier_keys  # noqa: E402
 from tiny_llama import assistant, assisted_on_static_caches, attention_llama, left_padded  # noqa: E402
+from windowed_models import windowed  # noqa: E402
 
 LOSSLESS = {"default": {"dtype": "float32"}}
 """Packed caches store float32 exactly, so tokens must equal the tokens without kvcompile."""
@@ -75,13 +76,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from kvcompile.caches import requests
 
     caches = []
-    make = requests.static_cache
+    make = requests.packed_cache
 
-    def remember(*args: Any) -> Any:
-        caches.append(make(*args))
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        caches.append(make(*args, **kwargs))
         return caches[-1]
 
-    monkeypatch.setattr(requests, "static_cache", remember)
+    monkeypatch.setattr(requests, "packed_cache", remember)
     return caches
 
 
@@ -215,16 +216,16 @@ def test_the_memory_of_a_cache_that_is_too_small_is_freed_before_a_larger_one_is
     from kvcompile.caches import requests
 
     alive: list[Callable[[], Any]] = []
-    make = requests.static_cache
+    make = requests.packed_cache
 
-    def watch(*args: Any) -> Any:
+    def watch(*args: Any, **kwargs: Any) -> Any:
         gc.collect()
         assert [reference() for reference in alive] == [None] * len(alive)
-        cache = make(*args)
+        cache = make(*args, **kwargs)
         alive.append(weakref.ref(cache))
         return cache
 
-    monkeypatch.setattr(requests, "static_cache", watch)
+    monkeypatch.setattr(requests, "packed_cache", watch)
     model = compiled_llama()
     generated(model, **left_padded(20))
     for prompt in (left_padded(100), left_padded(20), {"inputs": REPETITIVE}):  # the last has another batch size
@@ -445,24 +446,6 @@ def test_disable_compile_runs_on_a_packed_cache_without_compiling(made: list[Any
 # Requests that are not served
 
 
-def windowed() -> Any:
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-    config = transformers.Gemma2Config(**sizes, **heads, **layers, pad_token_id=0, eos_token_id=None)
-    torch.manual_seed(0)
-    return transformers.Gemma2ForCausalLM(config).eval()
-
-
-def all_windowed() -> Any:
-    """All layers have a window of 16 tokens, as in Mistral and Phi-3."""
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    config = transformers.MistralConfig(**sizes, **heads, sliding_window=16, pad_token_id=0, eos_token_id=None)
-    torch.manual_seed(0)
-    return transformers.MistralForCausalLM(config).eval()
-
-
 def experts() -> Any:
     """A mixture of experts in float32: shapes alone do not tell its code which experts compute."""
     sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 64}
@@ -528,27 +511,6 @@ def test_a_request_that_cannot_be_served_runs_as_without_kvcompile(
         assert torch.equal(generated(model, inputs=prompt, **arguments), expected)
 
 
-@pytest.mark.slow
-def test_layers_with_sliding_windows_are_made_by_transformers(made: list[Any]) -> None:
-    model = kvcompile.compile(windowed(), policy=LOSSLESS)
-    for num_tokens in (14, 20, 14):
-        prompt = torch.randint(3, 97, (1, num_tokens), generator=torch.Generator().manual_seed(1))
-        expected = generated(windowed(), inputs=prompt, max_new_tokens=5)
-        assert torch.equal(generated(model, inputs=prompt, max_new_tokens=5), expected)
-    (cache,) = made
-    assert [type(layer).__name__ for layer in cache.layers] == ["StaticSlidingWindowLayer", "StaticLayer"]
-    assert isinstance(cache.layers[1].keys, PackedTensor)
-
-
-def test_a_model_whose_layers_all_have_windows_decodes_on_packed_windows(made: list[Any]) -> None:
-    model, plain = kvcompile.compile(all_windowed(), policy=LOSSLESS), all_windowed()
-    for num_tokens in (14, 20, 5):
-        prompt = torch.randint(3, 97, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
-        assert torch.equal(generated(model, inputs=prompt), generated(plain, inputs=prompt))
-    (cache,) = made
-    assert isinstance(cache.layers[0].keys, PackedTensor)
-
-
 def test_a_mixture_of_experts_decodes_on_a_packed_cache(made: list[Any]) -> None:
     prompt = torch.randint(3, 97, (1, 6), generator=torch.Generator().manual_seed(1))
     model = kvcompile.compile(experts(), policy=LOSSLESS)
@@ -559,64 +521,6 @@ def test_a_mixture_of_experts_decodes_on_a_packed_cache(made: list[Any]) -> None
 def test_a_model_that_computes_other_logits_with_a_static_cache_is_named() -> None:
     with pytest.raises(kvcompile.KVCompileError, match="GPTNeoForCausalLM computes other logits with a static cache"):
         kvcompile.static_cache(reads_the_length_of_its_cache(), 1, 64, LOSSLESS)
-
-
-@pytest.mark.parametrize("disable_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_conversation_widens_the_windows_of_such_a_model(
-    disable_compile: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvcompile.caches.requests.room_for", lambda num_tokens, room=0: num_tokens)
-    model, plain = kvcompile.compile(all_windowed(), policy=LOSSLESS), all_windowed()
-    ids = torch.randint(3, 97, (1, 3), generator=torch.Generator().manual_seed(1))
-    cache: dict[str, Any] = {}
-    options = {"max_new_tokens": 5, "return_dict_in_generate": True, "disable_compile": disable_compile}
-    for _ in range(4):  # the windows have 8 tokens, then 14, and then all 16
-        expected = generated(plain, inputs=ids, max_new_tokens=5)
-        result = generated(model, inputs=ids, **options, **cache)
-        assert torch.equal(result.sequences, expected)
-        cache = {"past_key_values": result.past_key_values}
-        ids = torch.cat([expected, torch.tensor([[11]])], 1)
-    assert result.past_key_values.layers[0].keys.shape[2] == 16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prompt_tokens", "new_tokens", "requests"),
-    [
-        pytest.param(3, 5, 2, id="once"),
-        pytest.param(3, 5, 3, marks=pytest.mark.slow, id="twice"),
-        pytest.param(5, 3, 3, marks=pytest.mark.slow, id="by a little"),
-        pytest.param(3, 12, 3, marks=pytest.mark.slow, id="past the window at once"),
-    ],
-)
-def test_windows_that_were_cut_to_a_short_cache_grow_with_the_conversation(
-    prompt_tokens: int, new_tokens: int, requests: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The window of the model is 16 tokens. A shorter first request makes a cache with a window as short as itself."""
-    monkeypatch.setattr("kvcompile.caches.requests.room_for", lambda num_tokens, room=0: num_tokens)
-    model, plain = kvcompile.compile(windowed(), policy=LOSSLESS), windowed()
-    ids = torch.randint(3, 97, (1, prompt_tokens), generator=torch.Generator().manual_seed(1))
-    cache: dict[str, Any] = {}
-    windows = []
-    for _ in range(requests):
-        expected = generated(plain, inputs=ids, max_new_tokens=new_tokens)
-        result = generated(model, inputs=ids, max_new_tokens=new_tokens, return_dict_in_generate=True, **cache)
-        assert torch.equal(result.sequences, expected)
-        cache = {"past_key_values": result.past_key_values}
-        windows.append(result.past_key_values.layers[0].keys.shape[2])
-        ids = torch.cat([expected, torch.tensor([[11]])], 1)
-    assert windows[0] < windows[-1] <= 16
-    assert all(isinstance(layer.keys, PackedTensor) for layer in result.past_key_values.layers)
-
-
-def test_a_cut_window_that_has_dropped_tokens_is_named() -> None:
-    model = kvcompile.compile(windowed(), policy=LOSSLESS)
-    cache = kvcompile.static_cache(model, 1, 9, LOSSLESS)
-    ids = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
-    generated(model, inputs=ids[:, :8], past_key_values=cache, max_new_tokens=1)
-    cache.layers[0].update(torch.zeros(1, 2, 2, 64), torch.zeros(1, 2, 2, 64))
-    with pytest.raises(KVCompileError, match=r"room for 9 tokens.*a window that was cut to this room cannot be ext"):
-        generated(model, inputs=ids, past_key_values=cache, max_new_tokens=3)
 
 
 def test_a_policy_that_packs_nothing_leaves_generate_to_transformers(made: list[Any]) -> None:
@@ -630,10 +534,10 @@ def test_a_policy_that_packs_nothing_leaves_generate_to_transformers(made: list[
 
 
 def test_a_model_that_does_not_run_with_a_static_cache_gets_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
         raise KVCompileError("static_cache: TestModel does not run")
 
-    monkeypatch.setattr("kvcompile.caches.requests.static_cache", refuse)
+    monkeypatch.setattr("kvcompile.caches.requests.packed_cache", refuse)
     expected = generated(attention_llama(num_layers=1), inputs=REPETITIVE)
     model = compiled_llama()
     with collect_reports() as report:

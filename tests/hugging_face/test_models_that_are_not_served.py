@@ -32,9 +32,9 @@ def windowed(model_type: str) -> Any:
     return type(model)(type(model.config)(**{**model.config.to_dict(), **window})).eval()
 
 
-def generated(model: Any, **arguments: Any) -> Tensor:
+def generated(model: Any, num_tokens: int = 6, **arguments: Any) -> Tensor:
     num_sequences = 1 if arguments else 2  # assisted decoding takes one
-    ids = torch.randint(3, 97, (num_sequences, 6), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 97, (num_sequences, num_tokens), generator=torch.Generator().manual_seed(1))
     common = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     return model.generate(ids, **common, **arguments)
 
@@ -106,20 +106,30 @@ def test_the_report_on_a_request_that_is_left_to_transformers_says_why(arguments
 
 
 @pytest.mark.parametrize(
-    ("model_type", "kind"), [("lfm2_moe", "LinearAttentionLayer"), ("mistral", "StaticSlidingWindowLayer")]
+    ("model_type", "num_tokens", "kind"),
+    [("lfm2_moe", 6, "LinearAttentionLayer"), ("mistral", 126, "BlockwiseWindow")],
 )
-def test_the_report_says_why_assisted_decoding_is_not_packed(model_type: str, kind: str) -> None:
+def test_the_report_says_why_assisted_decoding_is_not_packed(model_type: str, num_tokens: int, kind: str) -> None:
     model = windowed(model_type)
-    expected = generated(model, prompt_lookup_num_tokens=2)
+    expected = generated(model, num_tokens, prompt_lookup_num_tokens=2)
     kvcompile.compile(model, policy=LOSSLESS)
     for _ in range(2):  # the reason is logged once, but every report has it
         with collect_reports() as report:
-            assert torch.equal(generated(model, prompt_lookup_num_tokens=2), expected)
+            assert torch.equal(generated(model, num_tokens, prompt_lookup_num_tokens=2), expected)
         (note,) = report.notes
         assert f"layers of the kind {kind} cannot drop tokens; without assistant_model" in note
     assert not keeps_a_cache(model)
     generated(model)  # other requests get a packed cache
     assert keeps_a_cache(model)
+
+
+def test_assisted_decoding_is_packed_if_no_token_leaves_its_window() -> None:
+    model = windowed("mistral")
+    expected = generated(model, prompt_lookup_num_tokens=2)
+    kvcompile.compile(model, policy=LOSSLESS)
+    with collect_reports() as report:
+        assert torch.equal(generated(model, prompt_lookup_num_tokens=2), expected)
+    assert report.notes == []
 
 
 def test_a_model_whose_inputs_are_not_prepared_for_a_static_cache_keeps_plain_caches(

@@ -149,14 +149,17 @@ def test_an_eager_request_on_the_callers_packed_cache_is_counted() -> None:
     assert (report.notes, report.eager_requests) == ([], 1)
 
 
-def test_a_request_without_compiled_steps_leaves_windows_plain() -> None:
+def test_a_request_without_compiled_steps_reads_packed_windows() -> None:
     model = architecture_of("mistral").build("mistral", "sdpa")
     config = {**model.config.to_dict(), "sliding_window": 16}
-    model = kvcompile.compile(type(model)(type(model.config)(**config)).eval(), policy=LOSSLESS)
+    model = type(model)(type(model.config)(**config)).eval()
+    expected = generated(model)
+    kvcompile.compile(model, policy=LOSSLESS)
     with collect_reports() as report:
-        generated(model, disable_compile=True)
-    (note,) = report.notes
-    assert note.endswith("only compiled steps pack its cache, and this request compiled none")
+        result = generated(model, disable_compile=True, return_dict_in_generate=True)
+    assert torch.equal(result.sequences, expected)
+    assert all(isinstance(layer.keys, PackedTensor) for layer in result.past_key_values.layers)
+    assert report.notes == []
 
 
 # Layers that hold states beside keys and values

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import kvcompile
-from kvcompile.caches import requests
+from kvcompile.caches import room
 from kvcompile.generation.generate import Generation
 from outside.plugin import LOSSLESS, Known, Way, packed_in_place_of
 
@@ -96,7 +96,7 @@ def _compile(policy: str) -> Iterator[Patch]:
         return self.generate(*args, **kwargs)
 
     yield _with_backend("aot_eager")
-    yield mock.patch.object(requests, "room_for", lambda num_tokens, room=0: num_tokens)
+    yield mock.patch.object(room, "room_for", lambda num_tokens, room=0: num_tokens)
     yield mock.patch.object(GenerationMixin, "generate", compiled_generate)
 
 
