@@ -2,6 +2,7 @@
 
     python benchmarks/generate.py [--shapes 1,32/8,128,1024 8,32/8,128,4096 ...] [--policies int8_per_token_head ...]
                                   [--cases static dynamic quanto hqq] [--layers 8] [--new-tokens 64] [--seconds 540]
+                                  [--sliding-window 4096]
 
 A model as wide as Llama 3 8B, with random weights in bfloat16, reads a prompt and decodes tokens greedily. The context
 of a shape is the length of the prompt. Each row has its own model, and its requests use only the public ``generate()``:
@@ -113,7 +114,8 @@ def model_for(shape: Shape, args: argparse.Namespace) -> Any:
     initial values of Transformers it is larger than the embeddings, and later layers amplify the error of 4-bit formats
     until the logits are wrong.
     """
-    model = random_model(config(shape, args.layers, args.vocab_size, room=args.new_tokens), DTYPE, DEVICE)
+    made = config(shape, args.layers, args.vocab_size, room=args.new_tokens, sliding_window=args.sliding_window)
+    model = random_model(made, DTYPE, DEVICE)
     model.get_input_embeddings().weight.normal_()
     return model
 
@@ -170,6 +172,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES), help="default: %(default)s")
     parser.add_argument("--policies", nargs="*", default=POLICIES, help="presets or files (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="timed requests, at least 2 (default: %(default)s)")
+    parser.add_argument("--sliding-window", type=int, help="tokens of the window of all layers (default: no window)")
     add_request_arguments(parser, layers=8, new_tokens=64)
     args = parse_arguments(parser, needs_cuda=False)
     for policy in args.policies:

@@ -18,13 +18,18 @@ Run = Callable[[Any, transformers.StaticCache], torch.Tensor]
 """Runs one step of a model with a cache, and returns its result."""
 
 
-def config(shape: Shape, num_layers: int, vocab_size: int, room: int = 0) -> transformers.LlamaConfig:
+def config(
+    shape: Shape, num_layers: int, vocab_size: int, room: int = 0, sliding_window: int | None = None
+) -> transformers.PreTrainedConfig:
     """The configuration of a Llama with the heads of ``shape`` and the proportions of Llama 3 8B.
 
-    It has positions for the context of ``shape``, and for ``room`` further tokens.
+    It has positions for the context of ``shape``, and for ``room`` further tokens. With ``sliding_window``, a number of
+    tokens, it is a Mistral of the same proportions, whose layers all have this window.
     """
     hidden_size = shape.num_heads * shape.head_dim
-    return transformers.LlamaConfig(
+    window = {} if sliding_window is None else {"sliding_window": sliding_window}
+    return (transformers.MistralConfig if window else transformers.LlamaConfig)(
+        **window,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=hidden_size * 7 // 2,
@@ -50,7 +55,7 @@ def small_config(num_layers: int) -> transformers.LlamaConfig:
     )
 
 
-def random_model(config: transformers.LlamaConfig, dtype: torch.dtype, device: torch.device) -> Any:
+def random_model(config: transformers.PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """The model with random weights, which are equal in every call."""
     torch.manual_seed(0)
     with device:
@@ -58,7 +63,7 @@ def random_model(config: transformers.LlamaConfig, dtype: torch.dtype, device: t
 
 
 def empty_cache(
-    config: transformers.LlamaConfig, shape: Shape, dtype: torch.dtype, device: torch.device
+    config: transformers.PreTrainedConfig, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> transformers.StaticCache:
     """A static cache with room for ``shape.context`` tokens. All tokens except the last count as filled."""
     cache = transformers.StaticCache(config=config, max_cache_len=shape.context)
@@ -68,7 +73,7 @@ def empty_cache(
 
 
 def random_cache(
-    config: transformers.LlamaConfig, shape: Shape, dtype: torch.dtype, device: torch.device
+    config: transformers.PreTrainedConfig, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> transformers.StaticCache:
     """:func:`empty_cache` with random values."""
     cache = empty_cache(config, shape, dtype, device)

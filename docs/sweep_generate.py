@@ -27,7 +27,7 @@ from sweep_process import Process, Record, finished_processes
 from torch import Tensor
 
 import kvcompile
-from kvcompile.caches.requests import room_for
+from kvcompile.caches.room import room_for
 from kvcompile.report.data import modules_by_reason
 from kvcompile.report.report import NO_ATTENTION, UNUSED, Report
 

@@ -13,6 +13,7 @@ import generating
 import pytest
 import throughput
 import torch
+from llama import random_model
 from recording import COLUMNS, Results, Row
 
 from kvcompile.benching.workloads import Shape
@@ -64,6 +65,15 @@ def test_plain_quantized_and_packed_caches_are_timed_and_checked(monkeypatch, tm
     assert max(static["relative_error"], dynamic["relative_error"]) < 1e-2
     assert 0 < packed["relative_error"] < 5e-2
     assert dict(os.environ) == environment
+
+
+def test_requests_of_a_model_with_windows_are_timed_and_checked(monkeypatch, tmp_path):
+    models = []
+    monkeypatch.setattr(generate, "random_model", lambda *args: models.append(random_model(*args)) or models[-1])
+    sizes = ("--shapes", SHAPE, "--new-tokens", 5, "--cases", "--policies", "int8_per_token_head")
+    (row,) = rows_of(monkeypatch, tmp_path, "generate", *sizes, "--sliding-window", 16)
+    assert 0 < row["relative_error"] < 5e-2
+    assert [model.config.sliding_window for model in models] == [16]
 
 
 def test_the_caches_of_transformers_get_the_settings_of_their_backend(monkeypatch):
