@@ -42,6 +42,7 @@ from kvcompile.passes.prove.sites import prove_sites
 from kvcompile.passes.rewrite.caches import CacheRewriter
 from kvcompile.passes.rewrite.expand_pools import expand_pools
 from kvcompile.passes.rewrite.make_replayable import can_replay, make_replayable
+from kvcompile.passes.rewrite.merge_counters import merge_counters
 from kvcompile.passes.rewrite.merge_projections import merge_projections
 from kvcompile.passes.rewrite.merge_stores import has_stores, merge_stores
 from kvcompile.passes.rewrite.sites import layouts_of, summarise_caches
@@ -195,6 +196,12 @@ def _merge_projections(packing: Packing) -> None:
         for place in adjacent:
             examples[place] = packing.placeholders[place].meta["val"]
         packing.rewritten = replace(packing.rewritten, example_inputs=examples, adjacent=adjacent)
+
+
+def _merge_counters(packing: Packing) -> None:
+    assert packing.rewritten is not None
+    if packing.rewritten.on_cuda:  # on a CPU no launch is saved
+        merge_counters(packing.gm.graph)
 
 
 def _note_rewritten(packing: Packing) -> None:
@@ -388,6 +395,12 @@ PIPELINE = (
         "The caller's duties are known.",
         "With the option merge_projections, small projections of the same activations are one product, whose weights "
         "the caller keeps adjacent in memory.",
+    ),
+    Pass(
+        "merge_counters",
+        _merge_counters,
+        "The caller's duties are known.",
+        "On a GPU, one operator increases the numbers of tokens of all layers, and no other node reads them.",
     ),
     Pass(
         "note_rewritten",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import ctypes
 import logging
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 
 import kvcompile
 from kvcompile.kernels import ops
@@ -76,6 +78,20 @@ def test_the_mode_reduce_overhead_replays_too(recordings: list[Any], monkeypatch
     assert isinstance(cache.layers[0].keys, kvcompile.PackedTensor)
     assert len(recordings) == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.gpu
+def test_one_kernel_computes_the_positions_and_the_lengths_of_all_layers() -> None:
+    model = tiny_llama(device="cuda", num_layers=3)
+    step = compiled(model, "int4_per_token_head")
+    cache = prompt_cache(model, "int4_per_token_head", 0)
+    _, codes = run_and_get_code(decode, step, cache, 0)
+    (kernel,) = re.findall(r"triton_for_\w+\.run\((.*), stream", codes[-1])
+    arguments = kernel.split(", ")
+    positions = re.findall(r"positions=(\w+)", codes[-1])
+    assert len(positions) == 3
+    assert set(positions) <= set(arguments)
+    assert sum(arguments.count(name) == 2 for name in set(arguments)) == 3  # read and changed: the lengths
 
 
 @pytest.mark.gpu
