@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kvcompile.caches.prompt import updating_layers
+from kvcompile.caches.static import packed_layers
 from kvcompile.compat.modules import running_eagerly
 from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
 from kvcompile.compat.transformers import with_cache
@@ -20,7 +22,7 @@ from kvcompile.evaluation.attention_sites import AttentionTap, tapped
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.models import uncompiled
 from kvcompile.evaluation.recall import Recalled, recalled
-from kvcompile.evaluation.replay import CacheSize, Step, new_cache, replay
+from kvcompile.evaluation.replay import CacheSize, Step, cache_with_windows, new_cache, replay
 from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
 from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text
@@ -176,14 +178,20 @@ class _Run:
         """Compile the model under a policy, run it over the windows, and compare."""
         begin = time.monotonic()
         compared = StepComparison()
-        later = first = self._compiled(policy.model_copy(update={"prefill": "packed"}))
-        if self.exact_prompt and policy.prefill == "exact":
-            first = self._compiled(policy)
+        read = self.model, self.text.schedule, policy
+        windowed, exact_prompt = cache_with_windows(*read) is not None, self.exact_prompt and policy.prefill == "exact"
+        # The masks of windows depend on the number of tokens, which changes in every step.
+        dynamic = None if windowed else False
+        later = first = self._compiled(policy.model_copy(update={"prefill": "packed"}), dynamic)
+        if exact_prompt:
+            first = self._compiled(policy, dynamic)
         # The recompile limit is off: beyond it, Dynamo would run eager code without a report.
         with collect_reports() as report, without_recompile_limit(), tapped(self.model, self.sites) as recorded:
             graphs = len({(step.start == 0, step.stop - step.start) for step in self.text.schedule.steps()})
             for window, expected in zip(self.windows, reference, strict=True):
-                cache = new_cache(self.model, self.text.schedule)
+                cache = cache_with_windows(*read) if windowed else new_cache(self.model, self.text.schedule)
+                if windowed:
+                    first = self._eagerly(cache, exact=exact_prompt)
                 steps = replay((first, later), window, with_cache(self.model, cache), self.text.schedule, recorded)
                 for exact in expected:
                     if (number := len(compared.nats) + 1) <= graphs:
@@ -200,15 +208,24 @@ class _Run:
             )
         return self._result(name, report, compared, size, time.monotonic() - begin, notes)
 
-    def _compiled(self, policy: Policy) -> Callable[..., Any]:
-        """The model compiled under a policy, with static sizes in each graph."""
+    def _compiled(self, policy: Policy, dynamic: bool | None) -> Callable[..., Any]:
+        """The model compiled under a policy. Sizes in each graph are static if ``dynamic`` is False."""
 
         def run(model: Any, **arguments: Any) -> Any:
             return model(**arguments)
 
         options: dict[str, Any] = {"policy": policy, "on_unsupported": "ignore"}
-        compiled = torch.compile(with_new_code(run, "evaluate"), backend="kvquant", dynamic=False, options=options)
+        compiled = torch.compile(with_new_code(run, "evaluate"), backend="kvquant", dynamic=dynamic, options=options)
         return functools.partial(compiled, self.model)
+
+    def _eagerly(self, cache: Any, *, exact: bool) -> Callable[..., Any]:
+        """The uncompiled model. Its attention reads packed ``cache``, and new tokens in full precision if ``exact``."""
+
+        def run(**arguments: Any) -> Any:
+            with updating_layers(packed_layers(cache), exact=exact):
+                return self.model(**arguments)
+
+        return run
 
     def _advance(self, doing: str) -> None:
         self.done += 1

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from kvcompile.caches.blockwise_window import prepared_for_step
+from kvcompile.caches.static import packed_cache, windows_of
+from kvcompile.errors import KVCompileError
 from kvcompile.evaluation.models import text_config
 from kvcompile.evaluation.schedule import Schedule
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.packed.memory import cache_nbytes
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.policy.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,22 @@ def new_cache(model: Any, schedule: Schedule) -> Any:
     return StaticCache(config=text_config(model), max_cache_len=schedule.num_tokens)
 
 
+def cache_with_windows(model: Any, schedule: Schedule, policy: Policy) -> Any:
+    """A packed cache as ``generate()`` makes it, for a model with sliding windows.
+
+    Graphs on the windows of Transformers' own cache move the tokens of these windows, which few formats support.
+
+    Returns:
+        None if no layer of the model has a window, or if a format of the policy cannot hold a layer.
+    """
+    if not windows_of(text_config(model), new_cache(model, schedule)):
+        return None
+    try:
+        return packed_cache(model, 1, schedule.num_tokens, policy, blockwise=True)
+    except KVCompileError:  # the report on compiled steps will say why
+        return None
+
+
 def replay(
     forwards: tuple[Callable[..., Any], Callable[..., Any]],
     window: Tensor,
@@ -58,7 +79,10 @@ def replay(
     for positions in schedule.steps():
         recorded.clear()
         forward = forwards[0] if positions.start == 0 else forwards[1]
-        logits = forward(input_ids=window[None, positions], **cache).logits[0]
+        with contextlib.ExitStack() as prepared:
+            for held in cache.values():
+                prepared.enter_context(prepared_for_step(held, positions.stop - positions.start))
+            logits = forward(input_ids=window[None, positions], **cache).logits[0]
         yield Step(positions, logits, {name: output[0] for name, output in recorded})
 
 
