@@ -61,12 +61,12 @@ def takes_pairs_of_prompt(layer: Any, batch_size: int, num_tokens: int) -> bool:
 
 
 def is_made_for_layers(mask: Any) -> bool:
-    """Whether a mask of ``generate()``, or each mask of a dict, has the sizes that layers announce.
+    """Whether a mask of ``generate()`` has the sizes that layers announced.
 
-    A model that gets a mask of two dimensions may give its keys any length, such as the room of the cache in Bloom.
+    A dict has masks that are made already; those of states have two dimensions. A model that gets a mask of two
+    dimensions alone makes its masks itself, and may give its keys any length, such as the room of the cache in Bloom.
     """
-    masks = mask.values() if isinstance(mask, dict) else (mask,)
-    return all(each is None or (isinstance(each, Tensor) and each.dim() == 4) for each in masks)
+    return mask is None or isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.dim() == 4)
 
 
 def _mask_sizes(layer: Any, query_length: int) -> tuple[int, int]:

@@ -75,7 +75,7 @@ class KeyOutliers:
 
 
 def examine(keys: Tensor, format_name: str, module: str = "") -> KeyOutliers | None:
-    """The outliers of ``keys`` for a format, or None if the format stores them well.
+    """The outliers of ``keys`` for a format; None if the format stores them well, or cannot store them at all.
 
     Args:
         keys: [batch, heads, tokens, head_dim]. Slots whose values are all zeros count as unwritten.
@@ -84,6 +84,8 @@ def examine(keys: Tensor, format_name: str, module: str = "") -> KeyOutliers | N
     """
     sample, head_dim, fmt = _sample(keys), keys.shape[-1], get_format(format_name)
     if not sample.shape[1] or fmt.has_matrices:  # the calibration has already weighted the channels
+        return None
+    if fmt.unsupported(head_dim, "key") is not None:
         return None
     if fmt.is_calibrated:
         sample, format_name = sample - fmt.mean(sample[None]), fmt.plain_name

@@ -179,6 +179,19 @@ def test_layers_with_states_beside_keys_and_values_are_packed(model_type: str, a
     assert report.notes == []
 
 
+@pytest.mark.parametrize("model_type", ["falcon_h1", "zamba2", "lfm2_moe"])
+def test_states_get_a_padded_prompt_beside_packed_keys(model_type: str) -> None:
+    """Their mask has two dimensions, and the mask of the attention has the size of the prompt."""
+    plain, model = (architecture_of(model_type).build(model_type, "sdpa") for _ in range(2))
+    kvcompile.compile(model, policy=LOSSLESS)
+    ids = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
 def test_a_conversation_gives_layers_with_states_more_room() -> None:
     plain, model = (architecture_of("falcon_h1").build("falcon_h1", "sdpa") for _ in range(2))
     kvcompile.compile(model, policy=LOSSLESS)

@@ -15,7 +15,7 @@ from sweep_generate import Comparison, TokenResult, compare, summary
 import kvcompile
 
 
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model_type", ["llama", "zaya", pytest.param("t5", marks=pytest.mark.slow)])
 def test_packed_layers_leave_all_tokens_as_they_are(model_type: str) -> None:
     result = compare(model_type)
     assert result.packed == result.layers >= 2
