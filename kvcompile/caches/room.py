@@ -15,6 +15,7 @@ from kvcompile.caches.static import (
     TENSORS,
     attention_modules,
     is_full,
+    is_window,
     packed_layers,
     windows_of,
 )
@@ -47,13 +48,10 @@ def make_room(cache: Any, model: nn.Module, policy: Policy, num_tokens: int, *, 
     Raises:
         KVCompileError: the cache is too short, and it has a window that was cut and has already moved.
     """
-    from transformers import StaticCache
-
-    if not isinstance(cache, StaticCache) or getattr(cache, "offloading", False):
+    move_by_blocks(cache, model, policy)
+    if not _is_static(cache):
         return
     config: Any = model.config
-    windows = windows_of(config, cache)
-    _move_by_blocks(cache, model, policy, windows)
     layers: list[Any] = cache.layers
     full, blockwise = list(filter(is_full, layers)), list(filter(is_blockwise, layers))
     if full and not packed_layers(cache):
@@ -63,7 +61,7 @@ def make_room(cache: Any, model: nn.Module, policy: Policy, num_tokens: int, *, 
     if room is None or room >= needed:
         return
     longer = room_for(needed, room)
-    if any(layers[index].max_cache_len == room < window for index, window in windows.items()):
+    if any(layers[index].max_cache_len == room < window for index, window in windows_of(config, cache).items()):
         raise KVCompileError(
             f"generate: the given cache has room for {room} tokens, this request may need {needed}, and a window that "
             "was cut to this room cannot be extended any more; make a longer cache with kvcompile.static_cache"
@@ -77,17 +75,35 @@ def make_room(cache: Any, model: nn.Module, policy: Policy, num_tokens: int, *, 
         layer.widen(longer)
 
 
-def _move_by_blocks(cache: Any, model: nn.Module, policy: Policy, windows: dict[int, int]) -> None:
-    """Replace the layers with ``windows`` by blockwise ones, unless a window was cut and has already lost tokens."""
+def move_by_blocks(cache: Any, model: nn.Module, policy: Policy) -> None:
+    """Replace Transformers' layers with windows in a static cache by blockwise ones, in place.
+
+    Nothing changes if a window was cut to a short cache and has already lost tokens, or in any other cache.
+
+    Args:
+        cache, model, policy: as for :func:`make_room`.
+    """
+    if not _is_static(cache) or not any(map(is_window, cache.layers)):
+        return
+    config: Any = model.config
     layers: list[Any] = cache.layers
+    windows = windows_of(config, cache)
     if any(_has_lost_tokens(layers[index], window) for index, window in windows.items()):
         return
     drops = droppable_tokens(_residuals(layers, windows, model, policy))
+    lengths = [layer.max_cache_len for layer in layers if is_full(layer)]
+    lengths += [
+        layers[index].max_cache_len for index, window in windows.items() if layers[index].max_cache_len < window
+    ]
     for index, window in windows.items():
-        lengths = [int(layer.max_cache_len) for layer in layers if is_full(layer) or layer.max_cache_len < window]
-        layers[index] = blockwise_window_class().replacing(
-            layers[index], max(lengths, default=MOST_TOKENS), window, drops
-        )
+        longest = int(max(lengths, default=MOST_TOKENS))
+        layers[index] = blockwise_window_class().replacing(layers[index], longest, window, drops)
+
+
+def _is_static(cache: Any) -> bool:
+    from transformers import StaticCache
+
+    return isinstance(cache, StaticCache) and not getattr(cache, "offloading", False)
 
 
 def _has_lost_tokens(layer: Any, window: int) -> bool:

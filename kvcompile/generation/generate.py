@@ -51,7 +51,7 @@ from kvcompile.caches.requests import (
     hand_out,
     why_no_crop,
 )
-from kvcompile.caches.room import make_room
+from kvcompile.caches.room import make_room, move_by_blocks
 from kvcompile.caches.static import (
     WHY_NOT_FLEX,
     WHY_NOT_TRAINING,
@@ -283,7 +283,7 @@ class Generation:
         request, records = self._request, False
         if request is None and self._outer is not None and self._outer._request is not None:
             return uncompiled_call(self._model)(*args, **kwargs)
-        cache_of_call: Any = kwargs.get(self._cache_argument)
+        cache_of_call: Any = renamed_cache(kwargs, self._cache_argument).get(self._cache_argument)
         if request is not None and not request.is_decode_step(kwargs.get("input_ids"), cache_of_call):
             look = None
             if self._looks and request.served is not None:
@@ -297,9 +297,12 @@ class Generation:
             if request.served is not None and not request.has_compiled_step:
                 expect_other_tokens(packed_layers(request.served))
             request.has_compiled_step = True
+        if request is None:
+            move_by_blocks(cache_of_call, self._model, self._options.policy)
         if request is not None and request.records and not request.keeps_outputs:
             records = kwargs["input_ids"].is_cuda and cache_of_call.is_compileable
-        with _COMPILED_CODE, nullcontext() if request is None else no_launch_hint(), _counted(cache_of_call, kwargs):
+        hint = nullcontext() if request is None else no_launch_hint()
+        with _COMPILED_CODE, hint, _counted(cache_of_call, args, kwargs):
             return (self._recorded if records else self._compiled)(*args, **kwargs)
 
     # Their implementation
@@ -410,10 +413,11 @@ class Generation:
         return type(None), ()
 
 
-def _counted(cache: Any, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+def _counted(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
     """A context for a compiled call, in which windows of ``cache`` that move by blocks find room for its new tokens."""
-    ids = inputs.get("input_ids")
-    return nullcontext() if ids is None else prepared_for_step(cache, ids.shape[1])
+    inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    tokens = next((each for each in inputs if isinstance(each, torch.Tensor)), None)
+    return nullcontext() if tokens is None else prepared_for_step(cache, tokens.shape[1])
 
 
 def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:

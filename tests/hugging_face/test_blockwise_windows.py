@@ -200,6 +200,23 @@ def test_a_conversation_goes_on_when_its_window_has_moved(make: Any, own: str) -
     assert is_blockwise(result.past_key_values.layers[0])
 
 
+@pytest.mark.parametrize(("policy", "room"), [(LOSSLESS, 128), (EXACT_TOKENS, 192)], ids=["packed", "exact tokens"])
+def test_calls_of_a_prepared_model_move_the_windows_of_any_static_cache(policy: Any, room: int) -> None:
+    """Nothing is refused, although a graph that moves single tokens refuses exact tokens."""
+    plain, prompt = windowed(), prompt_of(room + 10)
+    model = kvcompile.compile(windowed(), policy=policy, on_unsupported="error")
+    cache = transformers.StaticCache(config=plain.config, max_cache_len=300)
+    with torch.no_grad():
+        expected = plain(prompt, use_cache=False).logits
+        logits = [plain(prompt[:, :10], past_key_values=cache).logits]
+        parts = prompt[:, 10:].split([room - 20, *[1] * 20], 1)
+        logits += [model(part, past_key_values=cache).logits for part in parts]
+    assert torch.allclose(torch.cat(logits, 1), expected, atol=1e-4)
+    assert cache.layers[0].num_dropped > 0
+    assert all(isinstance(layer.keys, PackedTensor) for layer in cache.layers)
+    assert counters["stats"]["unique_graphs"] <= 8
+
+
 def test_a_returned_cache_serves_uncompiled_models_and_other_compiled_code(tmp_path: Any) -> None:
     """No code of kvcompile runs around these calls. A step that drops tokens breaks its graph."""
     plain, prompt = all_windowed(), prompt_of(120)
