@@ -22,6 +22,7 @@ from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.packed.room import drop_first_tokens_, extended, room_of_window
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.writes import put_pair, takes_pairs
 
 if TYPE_CHECKING:
     from transformers.cache_utils import StaticLayer
@@ -184,8 +185,17 @@ class BlockwiseMoves(StaticLayer):
             self._clear()
             kept = [x[:, :, -self.window :] for x in new]
         self.cumulative_length_int += num_new
-        super().update(*kept)
+        self._append(*kept)
         return returned[0], returned[1]
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        """Store tokens in the next slots, by one launch if possible."""
+        if not takes_pairs(self.keys, self.values):
+            super().update(keys, values)
+            return
+        slots = torch.arange(keys.shape[2], device=keys.device) + self.cumulative_length
+        put_pair(self.keys, self.values, slots, keys, values)
+        self.cumulative_length.add_(keys.shape[2])
 
     def _clear(self) -> None:
         """Make all slots empty."""

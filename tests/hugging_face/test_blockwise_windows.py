@@ -141,10 +141,10 @@ def test_one_graph_decodes_before_and_after_the_window_moves(make: Any, policy: 
 
 
 def test_requests_of_other_lengths_need_few_graphs() -> None:
-    model = kvcompile.compile(windowed(), policy=LOSSLESS)
+    model = kvcompile.compile(all_windowed(), policy=LOSSLESS)
     for num_tokens, num_sequences in ((10, 1), (40, 1), (200, 1), (10, 2), (300, 3), (20, 4), (500, 5)):
         prompt = prompt_of(num_tokens, num_sequences)
-        expected = generated(windowed(), inputs=prompt, max_new_tokens=3)
+        expected = generated(all_windowed(), inputs=prompt, max_new_tokens=3)
         assert torch.equal(generated(model, inputs=prompt, max_new_tokens=3), expected)
     assert counters["stats"]["unique_graphs"] <= 4
 
@@ -200,7 +200,13 @@ def test_a_conversation_goes_on_when_its_window_has_moved(make: Any, own: str) -
     assert is_blockwise(result.past_key_values.layers[0])
 
 
-@pytest.mark.parametrize(("policy", "room"), [(LOSSLESS, 128), (EXACT_TOKENS, 192)], ids=["packed", "exact tokens"])
+@pytest.mark.parametrize(
+    ("policy", "room"),
+    [
+        pytest.param(LOSSLESS, 128, id="packed", marks=pytest.mark.slow),
+        pytest.param(EXACT_TOKENS, 192, id="exact tokens"),
+    ],
+)
 def test_calls_of_a_prepared_model_move_the_windows_of_any_static_cache(policy: Any, room: int) -> None:
     """Nothing is refused, although a graph that moves single tokens refuses exact tokens."""
     plain, prompt = windowed(), prompt_of(room + 10)

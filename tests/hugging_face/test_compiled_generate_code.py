@@ -20,6 +20,7 @@ from kvcompile.kernels.precompile import _start, precompile
 
 transformers = pytest.importorskip("transformers")
 from tiny_llama import attention_llama, tiny_llama  # noqa: E402
+from windowed_models import windowed  # noqa: E402
 
 POLICY = "int8_per_token_head"
 
@@ -83,6 +84,20 @@ def test_decode_steps_are_recorded_once_for_all_requests(arguments: dict[str, An
     assert len(recordings) == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [{}, {"residual_length": 128, "sink_tokens": 64}], ids=["packed", "exact tokens"])
+def test_one_recording_decodes_before_and_after_a_window_moves(exact: dict[str, int], recordings: list[Any]) -> None:
+    """The windows of 16 tokens move once during the second request, and the third is longer than their room."""
+    model, plain = (windowed().cuda() for _ in range(2))
+    kvcompile.compile(model, policy={"default": {"dtype": "float32"}, **exact})
+    for num_tokens in (20, 180 if exact else 120, 300, 40):
+        ids = prompt(num_tokens, "cuda", num_tokens)
+        tokens = generated(model, ids, return_dict_in_generate=False, max_new_tokens=30)
+        assert torch.equal(tokens, generated(plain, ids, max_new_tokens=30).sequences)
+    assert len(recordings) == counters["stats"]["unique_graphs"] == 2  # the full layer has more room from the third on
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.gpu
