@@ -248,8 +248,8 @@ def replace_blocks_(data: Tensor, layout: PackedLayout, first: int, last: int, s
 def drop_first_blocks_(data: Tensor, layout: PackedLayout, num_blocks: int) -> None:
     """Drop the first blocks of tokens, in place: block ``num_blocks`` becomes block 0, and zeros follow the last block.
 
-    Bytes move, and nothing is quantized again. Exact blocks keep their entries. A block that becomes one of the
-    ``sink_blocks`` is read in its packed form from then on.
+    Bytes move, and nothing is quantized again. Exact blocks stay exact. One that becomes one of the ``sink_blocks`` gets
+    the entry of this block.
 
     Args:
         data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; changed in place.
@@ -262,9 +262,13 @@ def drop_first_blocks_(data: Tensor, layout: PackedLayout, num_blocks: int) -> N
     if layout.residual is not None:
         if layout.residual.recent_blocks and num_blocks % layout.residual.recent_blocks:
             raise ValueError(f"{num_blocks} blocks are not a multiple of {layout.residual.recent_blocks} recent blocks")
+        entry, spare = all_entries(layout, data), layout.residual.num_entries
         block = layout.tags(data).long() - 1 - num_blocks
-        keeps_entry = entry_of(layout.residual, block) == torch.arange(layout.residual.num_entries, device=data.device)
-        layout.tags(data).copy_(torch.where((block >= 0) & keeps_entry, block + 1, 0))
+        moved_to = torch.where(block >= 0, entry_of(layout.residual, block), spare)
+        tags = F.pad(block * 0, (0, 1)).scatter(-1, moved_to, block + 1)[..., :spare]
+        source = F.pad(entry.expand_as(block), (0, 1)).scatter(-1, moved_to, entry.expand_as(block))[..., :spare]
+        rows = layout.rows(data).take_along_dim(source[..., None, None], 2)
+        data.index_put_(*entry_scatter(layout, entry, rows, tags))
     blocks = data[layout.header_blocks :]
     kept = blocks[num_blocks:].clone()  # the copy below overlaps it
     blocks[: len(kept)].copy_(kept)

@@ -77,6 +77,10 @@ class BlockwiseMoves(StaticLayer):
             made._extend(room)
         return made
 
+    def serve(self, num_tokens: int) -> None:
+        """Serve a request of up to ``num_tokens`` tokens next; the layer is empty."""
+        self.holds_request = num_tokens <= self.max_cache_len
+
     def widen(self, max_cache_len: int) -> None:
         """Serve requests of up to ``max_cache_len`` tokens, in place."""
         room = min(max_cache_len, room_of_window(self.window, self.drops))
@@ -122,9 +126,19 @@ class BlockwiseMoves(StaticLayer):
         self.cumulative_length_int = self.num_dropped = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens. This is exact if the layer ``is_croppable``."""
+        """Remove the last ``-tokens_to_remove`` tokens.
+
+        Raises:
+            KVCompileError: tokens that would be in the window then have been dropped. It is not raised if the layer
+                ``is_croppable``.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop: tokens_to_remove is {tokens_to_remove}; pass a negative number of tokens")
+        if self.num_dropped and self._num_used + tokens_to_remove < self.window - 1:
+            raise KVCompileError(
+                f"crop: a window of {self.window} tokens cannot remove its last {-tokens_to_remove}, because it has "
+                "dropped earlier ones; read the prompt again"
+            )
         self.cumulative_length.add_(tokens_to_remove)
         self.cumulative_length_int += tokens_to_remove
 

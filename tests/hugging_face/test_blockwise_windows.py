@@ -103,6 +103,20 @@ def test_a_window_that_holds_the_whole_request_has_no_other_room() -> None:
         layer.update(*[torch.randn(2, 1, 1, HEAD_DIM)] * 2)
 
 
+def test_a_window_says_when_it_cannot_drop_its_last_tokens() -> None:
+    layer, new = layer_of(LAYOUTS["packed"], 16, 10**6), torch.randn(2, 1, 150, HEAD_DIM)
+    for token in new.split(50, 2):
+        layer.update(token, token)
+    layer.crop(-60)
+    assert (layer.num_dropped, layer.get_seq_length()) == (64, 90)
+    keys, _ = layer.update(new[:, :, 90:91], new[:, :, 90:91])
+    assert torch.equal(keys[:, :, :27].dequantize(), new[:, :, 64:91])
+    with pytest.raises(
+        KVCompileError, match=r"a window of 16 tokens cannot remove its last 20, because it has dropped"
+    ):
+        layer.crop(-20)
+
+
 def test_an_error_in_a_step_counts_no_token() -> None:
     layer = layer_of(None, 16, 10**6)
     cache = transformers.StaticCache.__new__(transformers.StaticCache)
@@ -169,6 +183,25 @@ def test_a_layer_that_the_policy_leaves_plain_moves_with_the_others() -> None:
     assert torch.equal(result.sequences, generated(windowed(), inputs=prompt, max_new_tokens=60))
     assert [type(layer.keys) for layer in result.past_key_values.layers] == [Tensor, PackedTensor]
     assert result.past_key_values.layers[0].num_dropped > 0
+
+
+def test_a_cache_that_is_kept_from_a_long_request_serves_assisted_decoding_of_a_short_one() -> None:
+    model, prompt = kvcompile.compile(all_windowed(), policy=LOSSLESS), prompt_of(20)
+    generated(model, inputs=prompt_of(200))
+    with collect_reports() as report:
+        tokens = generated(model, inputs=prompt, prompt_lookup_num_tokens=2)
+    assert torch.equal(tokens, generated(all_windowed(), inputs=prompt))
+    assert report.notes == []
+
+
+@pytest.mark.parametrize("make", [windowed, all_windowed])
+@pytest.mark.parametrize("room", [1, 12])
+def test_an_empty_cache_that_is_shorter_than_the_window_grows(make: Any, room: int) -> None:
+    plain, model = make(), kvcompile.compile(make(), policy=LOSSLESS)
+    for num_tokens in (6, 100):
+        cache, prompt = kvcompile.static_cache(plain, 1, room, LOSSLESS), prompt_of(num_tokens)
+        expected = generated(plain, inputs=prompt, max_new_tokens=40)
+        assert torch.equal(generated(model, inputs=prompt, max_new_tokens=40, past_key_values=cache), expected)
 
 
 @pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])

@@ -37,7 +37,7 @@ def empty(num_tokens: int, layout: PackedLayout) -> PackedTensor:
 @every_layout
 @pytest.mark.parametrize("num_written", [448, 449, 500, 511, 512])
 def test_a_cache_that_drops_tokens_goes_on_as_one_that_does_not(layout: PackedLayout, num_written: int) -> None:
-    """Its tokens, dropped ones excepted, equal those of a longer cache, also after further writes."""
+    """Its tokens equal the last tokens of a longer cache, also after further writes."""
     drops = droppable_tokens([layout.residual])
     x = torch.randn(2, 2, num_written + 150, HEAD_DIM)
     short, long = empty(512, layout), empty(1024, layout)
@@ -45,15 +45,22 @@ def test_a_cache_that_drops_tokens_goes_on_as_one_that_does_not(layout: PackedLa
         write(cache, 0, x[:, :, :300])
         write(cache, 300, x[:, :, 300:num_written])
     drop_first_tokens_(short, drops)
-    has_sinks = layout.residual is not None and layout.residual.sink_blocks > 0
-    first = (drops if not has_sinks else 256) - drops  # without the first blocks, which were exact
     for end in (num_written, num_written + 1, num_written + 30, 512 + drops):
         if end > num_written:
             for cache, shift in ((short, drops), (long, 0)):
                 write(cache, num_written - shift, x[:, :, num_written : min(end, x.shape[2])])
-        seen = slice(first, end - drops)
-        expected = long.dequantize()[:, :, first + drops : end]
-        assert torch.equal(short.dequantize()[:, :, seen], expected)
+        assert torch.equal(short.dequantize()[:, :, : end - drops], long.dequantize()[:, :, drops:end])
+
+
+def test_recent_blocks_that_become_the_first_ones_stay_exact() -> None:
+    cache, x = empty(256, WITH_SINKS[0]), torch.randn(2, 2, 256, HEAD_DIM)
+    write(cache, 0, x)
+    drop_first_tokens_(cache, 128)
+    assert torch.equal(cache.dequantize()[:, :, :128], x[:, :, 128:])
+    write(cache, 128, x[:, :, :128])
+    first, second, *_ = cache.dequantize().split(64, 2)
+    assert torch.equal(first, x[:, :, 128:192])  # it is the first block now
+    assert not torch.equal(second, x[:, :, 192:])
 
 
 @every_layout
