@@ -248,8 +248,8 @@ def replace_blocks_(data: Tensor, layout: PackedLayout, first: int, last: int, s
 def drop_first_blocks_(data: Tensor, layout: PackedLayout, num_blocks: int) -> None:
     """Drop the first blocks of tokens, in place: block ``num_blocks`` becomes block 0, and zeros follow the last block.
 
-    Bytes move, and nothing is quantized again. Exact blocks stay exact. One that becomes one of the ``sink_blocks`` gets
-    the entry of this block.
+    Bytes move, and nothing is quantized again. Exact blocks stay exact. One that becomes a sink block gets the
+    entry of this block.
 
     Args:
         data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; changed in place.

@@ -58,7 +58,8 @@ class RequestCaches:
             kept, self._kept = self._kept, None
         if kept is not None and self._serves(kept, batch_size, num_tokens) and _can_change(kept):
             _clear(kept)
-            for layer in filter(is_blockwise, kept.layers):
+            layers: list[Any] = kept.layers
+            for layer in filter(is_blockwise, layers):
                 layer.serve(num_tokens)
             return kept
         kept = None  # free the old cache before the new cache is allocated
