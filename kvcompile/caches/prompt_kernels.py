@@ -17,6 +17,7 @@ from kvcompile.kernels.precompile import precompile
 from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.packed.attention import attention_arguments
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.writes import takes_pairs
 
 
 def precompile_prompt(layers: list[Any], prompt: Tensor, num_heads: int | None, *, exact: bool) -> None:
@@ -32,12 +33,14 @@ def precompile_prompt(layers: list[Any], prompt: Tensor, num_heads: int | None, 
     if not prompt.is_cuda:
         return
     for layer in layers:
-        num_tokens = min(prompt.shape[1], layer.window if is_blockwise(layer) else prompt.shape[1])
-        caches = layer.keys, layer.values
+        num_tokens, caches = prompt.shape[1], (layer.keys, layer.values)
+        stores_pair = takes_pairs_of_prompt(layer, *prompt.shape)
+        if is_blockwise(layer) and num_tokens > layer.max_cache_len:
+            num_tokens, stores_pair = layer.window, takes_pairs(*caches)
         data, specs = zip(*((cache.packed, cache.packed_layout.spec) for cache in caches), strict=True)
         new = [_of_projection(cache, cache.shape[1], num_tokens) for cache in caches]
         positions = prompt.new_empty(num_tokens)
-        if takes_pairs_of_prompt(layer, *prompt.shape):
+        if stores_pair:
             precompile(torch.ops.kvcompile.store_pair.default, (*data, *new, positions, None, *specs), {})
         else:
             for cache, *store in zip(caches, data, new, strict=True):
