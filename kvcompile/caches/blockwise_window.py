@@ -42,9 +42,9 @@ class BlockwiseMoves(StaticLayer):
         num_dropped: number of tokens that were dropped. Slot ``i`` holds the token at position ``num_dropped + i``.
         cumulative_length: number of used slots, int64 [], on the device.
         cumulative_length_int: number of all tokens so far.
-        is_prepared: whether :func:`prepared_for_step` has made room for the tokens of the next update and will count
-            them. The update then reads no number that changes from step to step, so that compiled steps do not depend
-            on one.
+        num_prepared: number of tokens of the next update if :func:`prepared_for_step` has made room for them and will
+            count them; otherwise 0. The update then reads no number that changes from step to step, so that compiled
+            steps do not depend on one.
     """
 
     is_sliding = True
@@ -63,7 +63,7 @@ class BlockwiseMoves(StaticLayer):
         self.drops = drops
         self.holds_request = max_cache_len == self.max_cache_len
         self.cumulative_length_int = self.num_dropped = 0
-        self.is_prepared = False
+        self.num_prepared = 0
 
     @classmethod
     def replacing(cls, layer: Any, max_cache_len: int, sliding_window: int, drops: int) -> BlockwiseMoves:
@@ -99,10 +99,16 @@ class BlockwiseMoves(StaticLayer):
         """Store new keys and values [batch, num_kv_heads, n, head_dim]; return those that attention reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if not self.is_prepared:
-            if not self.make_room(key_states.shape[2]):
+        num_new = key_states.shape[2]
+        if not self.num_prepared:
+            if not self.make_room(num_new):
                 return self._update_beside(key_states, value_states)
-            self.cumulative_length_int += key_states.shape[2]
+            self.cumulative_length_int += num_new
+        elif num_new != self.num_prepared:
+            raise KVCompileError(
+                f"the model stores {num_new} tokens in a window, and its input has {self.num_prepared}; call "
+                "kvcompile.uncompile(model), and compile it with torch.compile(model, backend=kvcompile.kvquant(...))"
+            )
         keys, values = super().update(key_states, value_states)
         return keys, values
 
@@ -248,14 +254,14 @@ def prepared_for_step(cache: Any, num_new: int) -> Iterator[None]:
     if not all(layer.make_room(num_new) for layer in windows):
         windows = []
     for layer in windows:
-        layer.is_prepared = True
+        layer.num_prepared = num_new
     try:
         yield
         for layer in windows:
             layer.cumulative_length_int += num_new
     finally:
         for layer in windows:
-            layer.is_prepared = False
+            layer.num_prepared = 0
 
 
 def _plain(x: Tensor) -> Tensor:

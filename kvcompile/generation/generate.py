@@ -415,9 +415,11 @@ class Generation:
 
 def _counted(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
     """A context for a compiled call, in which windows of ``cache`` that move by blocks find room for its new tokens."""
-    inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    tokens = next((each for each in inputs if isinstance(each, torch.Tensor)), None)
-    return nullcontext() if tokens is None else prepared_for_step(cache, tokens.shape[1])
+    ids = kwargs.get("input_ids", next(iter(args), None))
+    tokens = kwargs.get("inputs_embeds") if ids is None else ids
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
+        return nullcontext()
+    return prepared_for_step(cache, tokens.shape[1])
 
 
 def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:

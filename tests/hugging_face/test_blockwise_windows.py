@@ -97,7 +97,7 @@ def test_attention_finds_each_token_of_its_window_where_the_mask_expects_it(
 
 def test_a_window_that_holds_the_whole_request_has_no_other_room() -> None:
     layer = layer_of(None, 16, 70)
-    assert (layer.keys.shape[2], layer.is_prepared, layer.is_croppable) == (70, False, True)
+    assert (layer.keys.shape[2], layer.num_prepared, layer.is_croppable) == (70, 0, True)
     layer.update(*[torch.randn(2, 1, 70, HEAD_DIM)] * 2)
     with pytest.raises(KVCompileError, match=r"the cache has room for 70 tokens, and 71 are needed"):
         layer.update(*[torch.randn(2, 1, 1, HEAD_DIM)] * 2)
@@ -123,7 +123,18 @@ def test_an_error_in_a_step_counts_no_token() -> None:
     cache.layers = [layer]
     with pytest.raises(RuntimeError, match="fails"), prepared_for_step(cache, 1):
         raise RuntimeError("the step fails")
-    assert (layer.get_seq_length(), layer.is_prepared) == (0, False)
+    assert (layer.get_seq_length(), layer.num_prepared) == (0, 0)
+
+
+def test_a_step_that_stores_other_tokens_than_its_input_has_is_an_error() -> None:
+    layer = layer_of(None, 16, 10**6)
+    cache = transformers.StaticCache.__new__(transformers.StaticCache)
+    cache.layers = [layer]
+    with (
+        pytest.raises(KVCompileError, match="stores 2 tokens in a window, and its input has 1"),
+        prepared_for_step(cache, 1),
+    ):
+        layer.update(*[torch.zeros(2, 1, 2, HEAD_DIM)] * 2)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
