@@ -15,14 +15,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
+from kvcompile.caches.layer import append_pair, clear, extend
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
-from kvcompile.packed.room import drop_first_tokens_, extended, room_of_window
-from kvcompile.packed.tensor import PackedTensor
-from kvcompile.packed.writes import put_pair, takes_pairs
+from kvcompile.packed.room import drop_first_tokens_, room_of_window
+from kvcompile.packed.writes import plain, takes_pairs
 
 if TYPE_CHECKING:
     from transformers.cache_utils import StaticLayer
@@ -74,7 +73,7 @@ class BlockwiseMoves(StaticLayer):
             vars(made).update(vars(layer))
             made.num_dropped = max(used - layer.max_cache_len, 0)
             made.cumulative_length.fill_(used - made.num_dropped)  # it is not counted in a window that is full
-            made._extend(room)
+            extend(made, room)
         return made
 
     def serve(self, num_tokens: int) -> None:
@@ -85,15 +84,8 @@ class BlockwiseMoves(StaticLayer):
         """Serve requests of up to ``max_cache_len`` tokens, in place."""
         room = min(max_cache_len, room_of_window(self.window, self.drops))
         self.holds_request = max_cache_len == room
-        if self.is_initialized and room > self.max_cache_len:
-            self._extend(room)
-        self.max_cache_len = max(room, self.max_cache_len)
-
-    def _extend(self, room: int) -> None:
-        self.keys, self.values = (extended(cache, room) for cache in (self.keys, self.values))
-        self.max_cache_len = room
-        for cache in (self.keys, self.values):
-            torch._dynamo.mark_static_address(cache)
+        if room > self.max_cache_len:
+            extend(self, room)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values [batch, num_kv_heads, n, head_dim]; return those that attention reads."""
@@ -128,7 +120,7 @@ class BlockwiseMoves(StaticLayer):
 
     def reset(self) -> None:
         if self.is_initialized:
-            self._clear()
+            clear(self)
         self.cumulative_length_int = self.num_dropped = 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -193,7 +185,7 @@ class BlockwiseMoves(StaticLayer):
             )
         returned = new
         if self._num_used:
-            old = (_plain(cache[:, :, : self._num_used]) for cache in (self.keys, self.values))
+            old = (plain(cache[:, :, : self._num_used]) for cache in (self.keys, self.values))
             returned = [torch.cat(pair, dim=2) for pair in zip(old, new, strict=True)]
         too_many = self._num_used + num_new - self.max_cache_len
         to_drop = -(-too_many // self.drops) * self.drops
@@ -202,7 +194,7 @@ class BlockwiseMoves(StaticLayer):
             kept = new
         else:
             self.num_dropped = self.cumulative_length_int + max(num_new - self.window, 0)
-            self._clear()
+            clear(self)
             kept = [x[:, :, -self.window :] for x in new]
         self.cumulative_length_int += num_new
         self._append(*kept)
@@ -213,15 +205,7 @@ class BlockwiseMoves(StaticLayer):
         if not takes_pairs(self.keys, self.values):
             super().update(keys, values)
             return
-        slots = torch.arange(keys.shape[2], device=keys.device) + self.cumulative_length
-        put_pair(self.keys, self.values, slots, keys, values)
-        self.cumulative_length.add_(keys.shape[2])
-
-    def _clear(self) -> None:
-        """Make all slots empty."""
-        for cache in (self.keys, self.values):
-            (cache.packed_for_write() if isinstance(cache, PackedTensor) else cache).zero_()
-        self.cumulative_length.zero_()
+        append_pair(self, keys, values)
 
 
 @functools.cache
@@ -262,7 +246,3 @@ def prepared_for_step(cache: Any, num_new: int) -> Iterator[None]:
     finally:
         for layer in windows:
             layer.num_prepared = 0
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.dequantize() if isinstance(x, PackedTensor) else x

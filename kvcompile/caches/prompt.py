@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvcompile.caches.blockwise_window import is_blockwise
-from kvcompile.caches.static import full_layer_classes, is_full, packed_layers
+from kvcompile.caches.layer import append_pair, next_slots
+from kvcompile.caches.static import full_layer_classes, is_full, is_packed
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed
 from kvcompile.packed.tokens import ExactTokens
-from kvcompile.packed.writes import put_pair, takes_pairs
+from kvcompile.packed.writes import takes_pairs
 
 
 def expect_first_prompt(cache: Any) -> None:
@@ -30,10 +30,9 @@ def expect_first_prompt(cache: Any) -> None:
     (:func:`reads_packed`), so that their mask covers the whole layer. All layers without a window share a mask, and so
     do all layers with one, so nothing changes for them if one of them is plain.
     """
-    packed = packed_layers(cache)
     for kind in (is_full, is_blockwise):
         layers = list(filter(kind, cache.layers))
-        if all(layer in packed for layer in layers):
+        if all(map(is_packed, layers)):
             for layer in layers:
                 layer.get_mask_sizes = partial(_mask_sizes, layer)
 
@@ -120,8 +119,7 @@ def _update(
         return packed
     if expects_first_prompt([layer], keys.shape[2]):
         if takes_pairs_of_prompt(layer, keys.shape[0], keys.shape[2]):
-            put_pair(layer.keys, layer.values, _next_slots(layer, keys), keys, values)
-            layer.cumulative_length.add_(keys.shape[2])
+            append_pair(layer, keys, values)
             if is_blockwise(layer):
                 layer.cumulative_length_int += keys.shape[2]
         else:
@@ -130,15 +128,10 @@ def _update(
     if is_blockwise(layer) and not layer.make_room(keys.shape[2]):
         plain: tuple[Tensor, ...] = update()
         return plain
-    slots = _next_slots(layer, keys)  # the update changes the length
+    slots = next_slots(layer, keys.shape[2])  # the update changes the length
     returned = tuple(
         cache.with_new_tokens(NewTokens(x.to(cache.dtype), slots))
         for cache, x in zip(update(), (keys, values), strict=True)
     )
     shared += [weakref.ref(view.exact) for view in returned if view.exact is not None]
     return returned
-
-
-def _next_slots(layer: Any, keys: Tensor) -> Tensor:
-    """The slots that ``update`` of a static layer gives to new keys, int64 [n]."""
-    return torch.arange(keys.shape[2], device=keys.device) + layer.cumulative_length

@@ -12,6 +12,7 @@ from torch import nn
 
 from kvcompile.caches import room
 from kvcompile.caches.blockwise_window import is_blockwise
+from kvcompile.caches.layer import clear
 from kvcompile.caches.static import (
     attention_modules,
     autocast_dtype,
@@ -221,9 +222,7 @@ def _clear(cache: StaticCache) -> None:
         if not is_packed(layer) or is_blockwise(layer):
             layer.reset()
             continue
-        layer.keys.packed.zero_()
-        layer.values.packed.zero_()
-        layer.cumulative_length.zero_()
+        clear(layer)
         if _has_states(layer):
             _states_class().reset(layer)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
 
 from kvcompile.caches.blockwise_window import blockwise_window_class, is_blockwise
+from kvcompile.caches.layer import extend
 from kvcompile.caches.static import (
     MOST_TOKENS,
     TENSORS,
@@ -21,7 +21,7 @@ from kvcompile.caches.static import (
 )
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, Residual, num_blocks
-from kvcompile.packed.room import droppable_tokens, extended
+from kvcompile.packed.room import droppable_tokens
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.policy.policy import Policy
 
@@ -67,10 +67,7 @@ def make_room(cache: Any, model: nn.Module, policy: Policy, num_tokens: int, *, 
             "was cut to this room cannot be extended any more; make a longer cache with kvcompile.static_cache"
         )
     for layer in full:
-        for name, _ in TENSORS if layer.is_initialized else ():
-            setattr(layer, name, extended(getattr(layer, name), longer))
-            torch._dynamo.mark_static_address(getattr(layer, name))
-        layer.max_cache_len = longer
+        extend(layer, longer)
     for layer in blockwise:
         layer.widen(longer)
 

@@ -182,9 +182,8 @@ class _Run:
         windowed, exact_prompt = cache_with_windows(*read) is not None, self.exact_prompt and policy.prefill == "exact"
         # The masks of windows depend on the number of tokens, which changes in every step.
         dynamic = None if windowed else False
-        later = first = self._compiled(policy.model_copy(update={"prefill": "packed"}), dynamic)
-        if exact_prompt:
-            first = self._compiled(policy, dynamic)
+        later = self._compiled(policy.model_copy(update={"prefill": "packed"}), dynamic)
+        first = self._compiled(policy, dynamic) if exact_prompt and not windowed else later
         # The recompile limit is off: beyond it, Dynamo would run eager code without a report.
         with collect_reports() as report, without_recompile_limit(), tapped(self.model, self.sites) as recorded:
             graphs = len({(step.start == 0, step.stop - step.start) for step in self.text.schedule.steps()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -76,12 +75,11 @@ def replay(
     :func:`~kvcompile.compat.transformers.with_cache` makes, and ``recorded`` the list that
     :func:`~kvcompile.evaluation.attention_sites.tapped` yields.
     """
+    (held,) = cache.values()
     for positions in schedule.steps():
         recorded.clear()
         forward = forwards[0] if positions.start == 0 else forwards[1]
-        with contextlib.ExitStack() as prepared:
-            for held in cache.values():
-                prepared.enter_context(prepared_for_step(held, positions.stop - positions.start))
+        with prepared_for_step(held, positions.stop - positions.start):
             logits = forward(input_ids=window[None, positions], **cache).logits[0]
         yield Step(positions, logits, {name: output[0] for name, output in recorded})
 

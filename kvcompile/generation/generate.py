@@ -293,12 +293,12 @@ class Generation:
             self._before_first_prompt(request.served, kwargs.get("input_ids"))
             with updating_layers(packed_layers(cache_of_call), exact=self._is_exact, look=look):
                 return uncompiled_call(self._model)(*args, **kwargs)
-        if request is not None:
+        if request is None:
+            move_by_blocks(cache_of_call, self._model, self._options.policy)
+        else:
             if request.served is not None and not request.has_compiled_step:
                 expect_other_tokens(packed_layers(request.served))
             request.has_compiled_step = True
-        if request is None:
-            move_by_blocks(cache_of_call, self._model, self._options.policy)
         if request is not None and request.records and not request.keeps_outputs:
             records = kwargs["input_ids"].is_cuda and cache_of_call.is_compileable
         hint = nullcontext() if request is None else no_launch_hint()

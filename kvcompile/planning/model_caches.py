@@ -71,6 +71,11 @@ class LayerCache:
     shards: int = 1
 
     @property
+    def window(self) -> int | None:
+        """The number of tokens of its window or chunk; None without one."""
+        return None if self.kind == "cross" else self.limit
+
+    @property
     def tokens(self) -> sympy.Expr:
         """The number of tokens that the cache keeps, an expression in :data:`CONTEXT`."""
         if self.limit is None:
@@ -108,7 +113,7 @@ class ModelCaches:
     @property
     def limits(self) -> tuple[int, ...]:
         """The contexts at which the cache of some layer stops growing."""
-        return tuple(sorted({cache.limit for cache in self.caches if cache.limit and cache.kind != "cross"}))
+        return tuple(sorted({cache.window for cache in self.caches if cache.window}))
 
 
 def read_model_caches(fields: Fields, source_tokens: int | None = None) -> ModelCaches:

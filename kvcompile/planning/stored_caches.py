@@ -155,14 +155,10 @@ def store_caches(name: str, policy: Policy, model: ModelCaches) -> PolicyCaches:
 
 def _with_rooms(caches: tuple[StoredCache, ...]) -> tuple[StoredCache, ...]:
     """``caches`` with the rooms of their windows, which all drop the same number of tokens at once."""
-    windows = [stored for stored in caches if stored.cache.kind in ("sliding", "chunked")]
-    drops = droppable_tokens(storage.residual for stored in windows for _, storage, _ in stored.halves)
-    return tuple(
-        replace(stored, room=room_of_window(stored.cache.limit, drops))
-        if stored in windows and stored.cache.limit
-        else stored
-        for stored in caches
-    )
+    halves = [half for stored in caches if stored.cache.window for half in stored.halves]
+    drops = droppable_tokens(storage.residual for _, storage, _ in halves)
+    rooms = (room_of_window(stored.cache.window, drops) if stored.cache.window else None for stored in caches)
+    return tuple(replace(stored, room=room) for stored, room in zip(caches, rooms, strict=True))
 
 
 def _load(name: str) -> Policy:

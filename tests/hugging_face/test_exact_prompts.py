@@ -9,9 +9,10 @@ import torch
 from policies import reading_packed
 
 import kvcompile
+from kvcompile.caches import layer as layer_module
 from kvcompile.caches import prompt
 from kvcompile.caches.prompt import updating_layers
-from kvcompile.caches.requests import packed_layers
+from kvcompile.caches.static import packed_layers
 from kvcompile.packed import writes
 from kvcompile.packed.tracing import is_traced
 
@@ -58,7 +59,7 @@ def test_one_launch_stores_the_first_prompt_of_a_layer(
 ) -> None:
     """Its bytes are those of two writes. On a CPU without kernels, both caches are written by ``update``."""
     ids, caches, stores = torch.randint(0, 97, (2, 200), device=device), [], []
-    monkeypatch.setattr(prompt, "put_pair", lambda *args: stores.append(writes.put_pair(*args)))
+    monkeypatch.setattr(layer_module, "put_pair", lambda *args: stores.append(writes.put_pair(*args)))
     monkeypatch.setattr(writes, "runs_kernels", lambda data: launches and not is_traced(data))
     for in_one_launch in (True, False):
         torch.manual_seed(0)

@@ -1,0 +1,40 @@
+"""The slots of one static layer of Transformers, packed or plain: store, extend, clear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from kvcompile.packed.room import extended
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.writes import put_pair
+
+
+def next_slots(layer: Any, num_new: int) -> Tensor:
+    """The slots that ``update`` gives to ``num_new`` tokens if there is room, int64 [num_new]."""
+    slots: Tensor = torch.arange(num_new, device=layer.cumulative_length.device) + layer.cumulative_length
+    return slots
+
+
+def append_pair(layer: Any, keys: Tensor, values: Tensor) -> None:
+    """Store tokens in the next slots by one launch; :func:`takes_pairs` holds for the layer."""
+    put_pair(layer.keys, layer.values, next_slots(layer, keys.shape[2]), keys, values)
+    layer.cumulative_length.add_(keys.shape[2])
+
+
+def extend(layer: Any, room: int) -> None:
+    """Give a layer room for ``room`` tokens, more than before. A layer without tensors gets them later."""
+    layer.max_cache_len = room
+    for name in ("keys", "values") if layer.is_initialized else ():
+        setattr(layer, name, extended(getattr(layer, name), room))
+        torch._dynamo.mark_static_address(getattr(layer, name))
+
+
+def clear(layer: Any) -> None:
+    """Make all slots of a layer empty, in place."""
+    for cache in (layer.keys, layer.values):
+        (cache.packed if isinstance(cache, PackedTensor) else cache).zero_()
+    layer.cumulative_length.zero_()
