@@ -117,18 +117,19 @@ def _query_in_floats(q, score_scale, KEY: tl.constexpr):
 @jit
 def _query_in_digits(q, score_scale, KEY: tl.constexpr):
     """:func:`query_of` for products of integers: the query in digits."""
-    high, low, factor = _digits(q)
+    integers, factor = _integers(q)
     factor = factor * score_scale
-    q_sum = tl.sum(high.to(tl.int32) * 128 + low.to(tl.int32), 1).to(tl.float32) * factor
-    high, low = planes_of(high, KEY), planes_of(low, KEY)
+    q_sum = tl.sum(integers, 1).to(tl.float32) * factor
+    planes = planes_of(integers.to(tl.int16), KEY)
     if KEY.codec.interleaved:
-        high, low = interleaved(high), interleaved(low)
-    high, low = transposed(high, KEY), transposed(low, KEY)
-    planes = ()
+        planes = interleaved(planes)
+    planes = transposed(planes, KEY)
+    digits = ()
     NUM_PLANES: tl.constexpr = KEY.num_planes
     for plane in tl.static_range(NUM_PLANES):
-        planes = planes + (_side_by_side(high[plane], low[plane]),)  # noqa: RUF005
-    return (planes, q_sum * (KEY.codec.integer_offset * KEY.gain)), factor * KEY.gain, q_sum
+        high, low = _digits(planes[plane])
+        digits = digits + (_side_by_side(high, low),)  # noqa: RUF005
+    return (digits, q_sum * (KEY.codec.integer_offset * KEY.gain)), factor * KEY.gain, q_sum
 
 
 @jit
@@ -151,19 +152,26 @@ def interleaved(planes):
 
 
 @jit
-def _digits(q):
+def _integers(q):
     """Round the rows of a float32 tile [rows, channels] to integers of two digits in base 128.
 
     Returns:
-        The high and the low digits, int8 [rows, channels], and the factor [rows] from the integers to the channels. The
-        factor is NaN if a channel of the row is not finite.
+        The integers, int32 [rows, channels], and the factor [rows] from the integers to the channels. The factor is NaN
+        if a channel of the row is not finite.
     """
     # The bits of absolute values, read as integers, have the same order. NaN lies above infinity.
     largest = tl.max(tl.abs(q).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     largest = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL)
     integers = round_to_integer(q * (16256.0 / largest)[:, None]).to(tl.int32)  # 16256 = 127 * 128
+    return integers, largest / 16256.0 + largest * 0.0
+
+
+@jit
+def _digits(integers):
+    """The high and the low digits of integers, int8: ``128 * high + low``."""
+    integers = integers.to(tl.int32)
     high = (integers + 64) >> 7
-    return high.to(tl.int8), (integers - high * 128).to(tl.int8), largest / 16256.0 + largest * 0.0
+    return high.to(tl.int8), (integers - high * 128).to(tl.int8)
 
 
 @jit
