@@ -30,7 +30,7 @@ from kvcompile.kernels.lang.launcher import Launcher, ceil_div, exact_precision,
 from kvcompile.kernels.lang.triton import tl, triton
 from kvcompile.kernels.latent.launch import attend_latents, config_of, operand_of, store_latents
 from kvcompile.kernels.latent.tiles import LatentOperand
-from kvcompile.kernels.layout.operand import PackedOperand, in_pieces, operand_and_scale, packed_operand
+from kvcompile.kernels.layout.operand import PackedOperand, for_decode, operand_and_scale, packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.kernels.layout.references import is_reference, strides_of
 from kvcompile.kernels.spec.key_factors import KeyFactors
@@ -132,7 +132,7 @@ def attention(
     else:
         decode = None
         if not is_latent and not is_prefill(call):
-            decode_call = _in_pieces(call)
+            decode_call = _for_decode(call)
             decode = _decode_config(decode_call)
             call = call if decode is None else decode_call
     if decode is not None:
@@ -256,9 +256,9 @@ def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tupl
     return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
 
 
-def _in_pieces(call: AttentionCall) -> AttentionCall:
+def _for_decode(call: AttentionCall) -> AttentionCall:
     """The call with descriptions of its caches for decode attention. One tensor of keys and values stays whole."""
-    return call if call.value is call.key else call._replace(key=in_pieces(call.key), value=in_pieces(call.value))
+    return call if call.value is call.key else call._replace(key=for_decode(call.key), value=for_decode(call.value))
 
 
 def _decode_config(call: AttentionCall) -> AttentionConfig | None:

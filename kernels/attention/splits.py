@@ -68,7 +68,10 @@ def store_output(
     out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + channel[:, None]
     NUM_PLANES: tl.constexpr = VALUE.num_planes
     for plane in tl.static_range(NUM_PLANES):
-        out = (first_columns(accs[plane], inverse.shape[0]) * VALUE.gains[plane] + zero) * inverse[None, :]
+        acc = first_columns(accs[plane], inverse.shape[0])
+        if VALUE.planes_above[plane] is not None:
+            acc -= first_columns(accs[VALUE.planes_above[plane]], inverse.shape[0])
+        out = (acc * VALUE.gains[plane] + zero) * inverse[None, :]
         tl.store(out_ptrs + plane * VALUE.width, out, mask=in_bounds)
 
 

@@ -36,6 +36,8 @@ class Codec:
         unpack_ptx: PTX that makes fp16 numbers from packed bytes, by the least major compute capability that runs it: a
             text for each way to load a tile (:attr:`~kvcompile.kernels.formats.bit_planes.Packing.pieces_of_tiles`).
         unpack_gains: the ratio of levels to these fp16 numbers, a power of two for each plane; empty if both are equal.
+        nested_ptx: texts like these for nested numbers, see :mod:`kvcompile.kernels.formats.codes_ptx`; None without.
+        planes_above: for each plane, the plane whose nested numbers its own contain, or None; empty without.
         integers_ptx: texts like these that make 8-bit integers; None if levels are not integers plus an offset.
         integer_offset: the level minus this integer.
         interleaved: whether integers come in the order of :func:`kvcompile.kernels.attention.query.interleaved`.
@@ -47,6 +49,8 @@ class Codec:
     levels: Any
     unpack_ptx: dict[int, tuple[str, ...]] = field(default_factory=dict)
     unpack_gains: tuple[float, ...] = ()
+    nested_ptx: tuple[str, ...] | None = None
+    planes_above: tuple[int | None, ...] = ()
     integers_ptx: tuple[str, ...] | None = None
     integer_offset: float = 0.0
     interleaved: bool = False

@@ -30,7 +30,7 @@ from torch import Tensor
 from kvcompile.kernels.formats.base import Format, Granularity, computed_once, divided
 from kvcompile.kernels.formats.bit_planes import PACKINGS
 from kvcompile.kernels.formats.codec import Codec
-from kvcompile.kernels.formats.codes_ptx import halves_of_codes, integers_of_nibbles
+from kvcompile.kernels.formats.codes_ptx import halves_of_codes, integers_of_nibbles, planes_above
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
 from kvcompile.kernels.lang.rounding import quotient, round_to_byte
 from kvcompile.kernels.lang.triton import jit, tl
@@ -69,10 +69,13 @@ class AsymmetricInt(Format):
         self.rotated = rotated
         self.max_code = 2**bits - 1
         constants = SimpleNamespace(max_code=float(self.max_code), saturation=SATURATION)
-        texts = [halves_of_codes(bits, pieces) for pieces in self.packing.pieces_of_tiles]
-        unpack_ptx, (gains, *_) = zip(*texts, strict=True)
+        tiles = self.packing.pieces_of_tiles
+        unpack_ptx, (gains, *_) = zip(*(halves_of_codes(bits, pieces) for pieces in tiles), strict=True)
+        nested_ptx, _ = zip(*(halves_of_codes(bits, pieces, nested=True) for pieces in tiles), strict=True)
         integers_ptx = (integers_of_nibbles(),) if bits == 4 else None
-        self.codec = Codec(_encode, _levels, {0: unpack_ptx}, gains, integers_ptx, constants=constants)
+        self.codec = Codec(
+            _encode, _levels, {0: unpack_ptx}, gains, nested_ptx, planes_above(bits), integers_ptx, constants=constants
+        )
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x.clamp(-SATURATION, SATURATION)

@@ -70,7 +70,7 @@ class PackedOperand:
         high_widths: for each high section, its bytes per vector.
         high_offsets: for each high section, its byte offset in a block.
         alternation: columns after which the two pieces of a plane take turns in a tile; 0 if planes are loaded as a
-            whole. See :func:`in_pieces`.
+            whole. See :func:`_in_pieces`.
         column_major: whether codes lie [width][BLOCK_TOKENS] (values) or [BLOCK_TOKENS][width] (keys).
         rotated: whether the stored basis is rotated.
         rotation_seed: seed of the random signs of the rotation; 0 without signs.
@@ -92,6 +92,8 @@ class PackedOperand:
         ptx: the major compute capability whose inline PTX can run, or 0.
         unpack_ptx: the codec's PTX texts for that capability; None without them, for products in float32, and if
             columns that share a register need different shifts.
+        planes_above: for each plane, the plane whose numbers its own numbers contain, or None. Only nested numbers
+            contain others, see :mod:`kvcompile.kernels.formats.codes_ptx`.
         multiplies_integers: whether queries with two columns per row use the codec's ``integers_ptx``.
         query_exponent: ``e`` if queries are scaled so that the largest channel is in ``[2**(e - 1), 2**e)``; keys only.
         residual: exact blocks beside the packed blocks; None without a residual.
@@ -135,6 +137,7 @@ class PackedOperand:
     codec: Codec
     ptx: int
     unpack_ptx: tuple[str, ...] | None
+    planes_above: tuple[int | None, ...]
     multiplies_integers: bool
     query_exponent: int
     residual: ExactBlocks | None
@@ -327,6 +330,7 @@ def packed_operand(
         codec=fmt.codec,
         ptx=ptx,
         unpack_ptx=unpack_ptx,
+        planes_above=(None,) * fmt.num_planes,
         multiplies_integers=ptx > 0 and not float32 and _multiplies_integers(layout),
         query_exponent=_query_exponent(fmt),
         residual=_exact_blocks(layout),
@@ -335,8 +339,27 @@ def packed_operand(
 
 
 @functools.cache
-def in_pieces(operand: PackedOperand) -> PackedOperand:
-    """The description of the same data for decode attention, which loads planes in two pieces if it can.
+def for_decode(operand: PackedOperand) -> PackedOperand:
+    """The description of the same data for decode attention."""
+    return _nested(_in_pieces(operand))
+
+
+def _nested(operand: PackedOperand) -> PackedOperand:
+    """The description of values whose numbers are nested, if the codec has them.
+
+    All planes must have the same weights: a scale for each token, and not for each group. Keys stay as they are: their
+    planes are multiplied by different channels of the query.
+    """
+    is_value = operand.column_major and operand.granularity == "token"
+    if not is_value or operand.unpack_ptx is None or operand.codec.nested_ptx is None:
+        return operand
+    codec = operand.codec
+    name = f"{operand.name}_nested"
+    return replace(operand, name=name, unpack_ptx=codec.nested_ptx, planes_above=codec.planes_above)
+
+
+def _in_pieces(operand: PackedOperand) -> PackedOperand:
+    """The description of data whose planes are loaded in two pieces, if possible.
 
     The pieces of 3-bit codes share their high bits. A tile of a whole plane needs a tile of high bits for each piece.
     Twice as many bytes are then copied to shared memory, which limits decode attention: 71 us instead of 65 on an H200.

@@ -64,7 +64,7 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
 
 @jit
 def _load_pieces(ptr, block_offset, row, exists, OPERAND: tl.constexpr):
-    """Load planes in two pieces (:func:`kvcompile.kernels.layout.operand.in_pieces`).
+    """Load planes in two pieces (:func:`kvcompile.kernels.layout.operand._in_pieces`).
 
     Returns:
         Tiles of the codes of the first piece, the codes of the second piece, and the high bits of both.

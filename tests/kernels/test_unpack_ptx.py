@@ -6,7 +6,7 @@ import torch
 from ptx_machine import run
 
 from kvcompile.kernels.formats import get_format
-from kvcompile.kernels.layout.operand import packed_operand
+from kvcompile.kernels.layout.operand import for_decode, packed_operand
 
 WIDTH = 32  # bytes of a vector; the PTX unpacks four at a time
 FORMATS = [
@@ -70,6 +70,33 @@ def test_codes_become_the_levels_of_the_specification_in_halves(name):
         outputs = outputs_of(fmt.codec.unpack_ptx[0], 2 * fmt.num_planes, way)
         levels = planes_of_halves(outputs, fmt.num_planes)
         torch.testing.assert_close(levels * gains, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["int4_unrotated", "int3_unrotated", "int2_unrotated"])
+def test_nested_numbers_less_those_of_the_plane_above_are_the_codes(name):
+    fmt = get_format(name)
+    planes, ways = packed_codes(fmt)
+    for way in ways:
+        numbers = planes_of_halves(outputs_of(fmt.codec.nested_ptx, 2 * fmt.num_planes, way), fmt.num_planes)
+        for plane, (above, gain) in enumerate(zip(fmt.codec.planes_above, fmt.codec.unpack_gains, strict=True)):
+            contained = 0.0 if above is None else numbers[above]
+            torch.testing.assert_close((numbers[plane] - contained) * gain, planes[plane].float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "above"),
+    [
+        ("int4_unrotated", "value", (1, None)),
+        ("int3_unrotated", "value", (2, 3, None, None)),
+        ("int2_per_token_head", "value", (1, 2, 3, None)),
+        ("int4_unrotated", "key", (None, None)),
+        ("int4_per_group_32", "value", (None, None)),
+        ("turboquant_4bit", "value", (None, None)),
+    ],
+)
+def test_only_values_of_integer_codes_with_a_scale_per_token_are_nested(name, role, above):
+    assert for_decode(packed_operand(name, role, 128, False, 9)).planes_above == above
+    assert set(for_decode(packed_operand(name, role, 128, True, 9)).planes_above) == {None}  # products in float32
 
 
 @pytest.mark.parametrize("name", ["turboquant_4bit", "turboquant_3bit", "turboquant_2bit", "int4_per_token_head"])
