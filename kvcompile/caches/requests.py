@@ -58,7 +58,7 @@ class RequestCaches:
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is not None and self._serves(kept, batch_size, num_tokens) and _can_change(kept):
-            _clear(kept)
+            clear_all(kept)
             layers: list[Any] = kept.layers
             for layer in filter(is_blockwise, layers):
                 layer.serve(num_tokens)
@@ -215,8 +215,8 @@ def _can_change(cache: StaticCache) -> bool:
     return not any(isinstance(value, torch.Tensor) and value.is_inference() for value in values)
 
 
-def _clear(cache: StaticCache) -> None:
-    """Reset a cache to its initial state."""
+def clear_all(cache: StaticCache) -> None:
+    """Reset a cache to its initial state, in place."""
     layer: Any
     for layer in cache.layers:
         if not is_packed(layer) or is_blockwise(layer):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcompile.caches.prompt import updating_layers
+from kvcompile.caches.requests import clear_all
 from kvcompile.caches.static import packed_layers
 from kvcompile.compat.modules import running_eagerly
 from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
@@ -178,8 +179,8 @@ class _Run:
         """Compile the model under a policy, run it over the windows, and compare."""
         begin = time.monotonic()
         compared = StepComparison()
-        read = self.model, self.text.schedule, policy
-        windowed, exact_prompt = cache_with_windows(*read) is not None, self.exact_prompt and policy.prefill == "exact"
+        cache = cache_with_windows(self.model, self.text.schedule, policy)  # it serves all windows of the text
+        windowed, exact_prompt = cache is not None, self.exact_prompt and policy.prefill == "exact"
         # The masks of windows depend on the number of tokens, which changes in every step.
         dynamic = None if windowed else False
         later = self._compiled(policy.model_copy(update={"prefill": "packed"}), dynamic)
@@ -188,9 +189,11 @@ class _Run:
         with collect_reports() as report, without_recompile_limit(), tapped(self.model, self.sites) as recorded:
             graphs = len({(step.start == 0, step.stop - step.start) for step in self.text.schedule.steps()})
             for window, expected in zip(self.windows, reference, strict=True):
-                cache = cache_with_windows(*read) if windowed else new_cache(self.model, self.text.schedule)
                 if windowed:
+                    clear_all(cache)
                     first = self._eagerly(cache, exact=exact_prompt)
+                else:
+                    cache = new_cache(self.model, self.text.schedule)
                 steps = replay((first, later), window, with_cache(self.model, cache), self.text.schedule, recorded)
                 for exact in expected:
                     if (number := len(compared.nats) + 1) <= graphs:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from kvcompile.evaluation import replay
 from kvcompile.evaluation.measure import evaluate
 from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.text import Text
@@ -44,8 +45,12 @@ def test_windows_that_move_are_packed_in_every_format(make: Any, exact_prompt: b
     assert int4.effective_bits < 32 / 2
 
 
-def test_all_later_steps_run_few_graphs() -> None:
+def test_one_cache_and_few_graphs_serve_all_windows_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    packed_cache = replay.packed_cache
+    monkeypatch.setattr(replay, "packed_cache", lambda *args, **how: made.append(args) or packed_cache(*args, **how))
     evaluated(all_windowed(), LOSSLESS)
+    assert len(made) == 1  # for two windows
     assert counters["stats"]["unique_graphs"] <= 4  # there are 8 steps
 
 
