@@ -49,10 +49,12 @@ def expect_other_tokens(layers: Iterable[Any]) -> None:
 
 
 def takes_pairs_of_prompt(layer: Any, batch_size: int, num_tokens: int) -> bool:
-    """Whether one launch writes the keys and values of the first prompt to a layer, in place of its ``update``."""
+    """Whether one launch can write the keys and values of an expected first prompt, in place of the layer's ``update``.
+
+    The layer expects it: see :func:`expects_first_prompt`.
+    """
     return (
-        expects_first_prompt([layer], num_tokens)
-        and (is_blockwise(layer) or type(layer).update is full_layer_classes()[0].update)
+        (is_blockwise(layer) or type(layer).update is full_layer_classes()[0].update)
         and takes_pairs(layer.keys, layer.values)
         and batch_size == layer.keys.shape[0]
         and num_tokens <= layer.keys.shape[2]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.caches.blockwise_window import is_blockwise
-from kvcompile.caches.prompt import takes_pairs_of_prompt
+from kvcompile.caches.prompt import expects_first_prompt, takes_pairs_of_prompt
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.kernels.precompile import precompile
 from kvcompile.kernels.spec.new_tokens import NewTokens
@@ -34,7 +34,7 @@ def precompile_prompt(layers: list[Any], prompt: Tensor, num_heads: int | None, 
         return
     for layer in layers:
         num_tokens, caches = prompt.shape[1], (layer.keys, layer.values)
-        stores_pair = takes_pairs_of_prompt(layer, *prompt.shape)
+        stores_pair = expects_first_prompt([layer], num_tokens) and takes_pairs_of_prompt(layer, *prompt.shape)
         if is_blockwise(layer) and num_tokens > layer.max_cache_len:
             num_tokens, stores_pair = layer.window, takes_pairs(*caches)
         data, specs = zip(*((cache.packed, cache.packed_layout.spec) for cache in caches), strict=True)

@@ -183,16 +183,13 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
         raise _refuse(node, role, "it indexes more than the token dimension")
 
     def reads(read: Node) -> IndexMap | None:
-        if read.target is aten.index_select.default and len(given) == 1 and len(shape_of(positions)) == 1:
-            _, dim, index = arguments(read)
+        only = _only_index(read) if len(given) == 1 else None
+        if only is not None:
+            dim, index = only
             return place_of_tokens(read, dim, base, axes) if computed_alike(index, positions) else None
         if read.target is not aten.index.Tensor:
             return None
-        read_indices = _padded(read.args[1], axes)
-        if len(given) == 1 and sum(index is not None for index in read_indices) == 1:
-            dim, index = next((dim, index) for dim, index in enumerate(read_indices) if index is not None)
-            return place_of_tokens(read, dim, base, axes) if computed_alike(index, positions) else None
-        is_alike = computed_alike(read_indices, indices) and computed_alike(read.args[0], base)
+        is_alike = computed_alike(_padded(read.args[1], axes), indices) and computed_alike(read.args[0], base)
         return IndexMap.identity(shape_of(read)) if is_alike else None
 
     name = "index_put per sequence" if "b" in given else "index_put"
@@ -202,6 +199,17 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
 def _padded(indices: Sequence[Node | None], axes: str) -> list[Node | None]:
     """The index of every dimension, or None."""
     return [*indices, *[None] * (len(axes) - len(indices))]
+
+
+def _only_index(read: Node) -> tuple[int, Node] | None:
+    """The dimension and the index of a read by one index; None for another read."""
+    if read.target is aten.index_select.default:
+        _, dim, index = arguments(read)
+        return (dim, index) if len(shape_of(index)) == 1 else None
+    if read.target is not aten.index.Tensor:
+        return None
+    found = [(dim, index) for dim, index in enumerate(read.args[1]) if index is not None]
+    return found[0] if len(found) == 1 else None
 
 
 def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:
