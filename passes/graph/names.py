@@ -18,6 +18,9 @@ from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import is_marker
 from kvcompile.passes.refusal import Reason, Refusal
 
+AXIS_NAMES = {"b": "sequences", "h": "heads", "t": "tokens", "d": "channels"}
+"""The dimensions of a cache, in words."""
+
 _KEY = "kvcompile_source"
 _VARIABLE = re.compile(r"\b[LG]\['(\w+)'\]")
 _MEMBER = re.compile(r"\._(?:modules|buffers|parameters)\['(\w+)'\]|\.__dict__\['(\w+)'\]")

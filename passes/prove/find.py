@@ -24,7 +24,7 @@ from kvcompile.passes.graph.aten import (
     shape_of,
     view_chain,
 )
-from kvcompile.passes.graph.names import cache_name, operation
+from kvcompile.passes.graph.names import AXIS_NAMES, cache_name, operation
 from kvcompile.passes.graph.permutations import (
     REPETITIONS,
     axes_before,
@@ -233,8 +233,7 @@ class CacheFinder:
         for state in reversed(states[1:]):
             axes = axes_before(state, axes)
         if axes not in WHOLE_AXES:
-            held = {"b": "sequences", "h": "heads", "t": "tokens", "d": "channels"}[axes[-1]]
-            raise channels_not_last(base, role, held)
+            raise channels_not_last(base, role, AXIS_NAMES[axes[-1]])
         kind, write_back = self._kind(read, states, writes, axes, role)
         packed = self.packed_inputs.get(base)
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)

@@ -17,26 +17,35 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.kernels.layout.axes import STORED_AXES, size_along
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.constant_dims import varying_shape
+from kvcompile.passes.graph.names import AXIS_NAMES
 from kvcompile.passes.prove.cache_write import Form
 from kvcompile.passes.prove.positions import num_tokens_of, wrapped
 
 aten = torch.ops.aten
 
 
-def form_of_indices(base: Node, axes: str, given: Mapping[str, Node]) -> Form | None:
-    """The normal form of an ``index_put`` into ``base``, a function of its value and of the indices in ``given``.
+class WrongIndex(Exception):
+    """An index that is not understood. The text names it."""
 
-    None if an index along sequences or heads is not of all of them, in order.
+
+def form_of_indices(base: Node, axes: str, given: Mapping[str, Node]) -> Form:
+    """The normal form of an ``index_put`` into ``base``, a function of its value and of the indices in ``given``.
 
     Args:
         axes: the order of the dimensions of ``base``.
-        given: the index along each indexed axis, in the order of ``axes``; tokens are among them.
+        given: the index along each indexed axis, in the order of ``axes``.
+
+    Raises:
+        WrongIndex: no integer index selects tokens, channels are indexed, or an index along sequences or heads is not
+            of all of them, in order.
     """
-    if not given.keys() <= {"b", "h", "t"}:
-        return None
+    if "t" not in given:
+        raise WrongIndex("no index selects tokens")
+    if given["t"].meta["val"].dtype == torch.bool:
+        raise WrongIndex("the index of tokens is a mask; give their positions as integers")
+    if "d" in given:
+        raise WrongIndex("it indexes channels; write whole vectors")
     places = _places_of_aranges(base, axes, given)
-    if places is None:
-        return None
     # Indexed dimensions that are not neighbours come first in the value.
     first = axes.index(next(iter(given)))
     together = axes[first : first + len(given)] == "".join(given)
@@ -82,24 +91,25 @@ def _stored(x: Tensor, names: str) -> Tensor:
     return x
 
 
-def _places_of_aranges(base: Node, axes: str, given: Mapping[str, Node]) -> dict[str, int] | None:
+def _places_of_aranges(base: Node, axes: str, given: Mapping[str, Node]) -> dict[str, int]:
     """The dimensions, from the end, along which the indices of sequences and heads vary.
 
-    An index of the only sequence or head has no such dimension. None if an index does not count all sequences or heads
-    in order, or if another index varies along its dimension. Positions may vary with the sequence.
+    An index of the only sequence or head has no such dimension. Raises WrongIndex if an index does not count all
+    sequences or heads in order, or if another index varies along its dimension. Positions may vary with the sequence.
     """
     rank = max(len(shape_of(index)) for index in given.values())
     places: dict[str, int] = {}
-    for axis in given.keys() & {"b", "h"}:
+    for axis in [axis for axis in given if axis in "bh"]:
         size = size_along(shape_of(base), axes, axis)
-        if not is_arange(given[axis], size):
-            return None
         own = [dim for dim in range(-rank, 0) if _varies(given[axis], dim)]
-        others = [index for other, index in given.items() if other != axis and (axis, other) != ("b", "t")]
-        if len(own) > 1 or any(_varies(index, dim) for index in others for dim in own):
-            return None
-        if any(not statically_known_true(shape_of(given[axis])[dim] == size) for dim in own):
-            return None
+        counts_all = len(own) <= 1 and all(statically_known_true(shape_of(given[axis])[dim] == size) for dim in own)
+        if not is_arange(given[axis], size) or not counts_all:
+            raise WrongIndex(
+                f"the index of {AXIS_NAMES[axis]} does not count all of them in order, as torch.arange does"
+            )
+        for other in [other for other in given if other != axis and (axis, other) != ("b", "t")]:
+            if any(_varies(given[other], dim) for dim in own):
+                raise WrongIndex(f"the index of {AXIS_NAMES[other]} varies with the index of {AXIS_NAMES[axis]}")
         if own:
             places[axis] = own[0]
     return places

@@ -57,12 +57,12 @@ from kvcompile.passes.graph.cast_to_cache import converted
 from kvcompile.passes.graph.constant_dims import first_along_constant, varying_shape
 from kvcompile.passes.graph.index_map import IndexMap
 from kvcompile.passes.graph.inline import inline
-from kvcompile.passes.graph.names import operation
+from kvcompile.passes.graph.names import AXIS_NAMES, operation
 from kvcompile.passes.graph.permutations import unpermuted
 from kvcompile.passes.graph.sizes_from_data import has_unread_size
 from kvcompile.passes.graph.states import is_later_state, kept_arm
 from kvcompile.passes.prove.cache_write import CacheWrite, Form, Normalised, materialise
-from kvcompile.passes.prove.indexed_axes import form_of_indices
+from kvcompile.passes.prove.indexed_axes import WrongIndex, form_of_indices
 from kvcompile.passes.prove.masked import (
     Reads,
     chosen_write,
@@ -175,12 +175,10 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
     if accumulate:
         raise _refuse(node, role, "it accumulates")
     given = {axis: index for axis, index in zip(axes, indices, strict=True) if index is not None}
-    positions = given.get("t")
-    if positions is None or positions.meta["val"].dtype == torch.bool:
-        raise _refuse(node, role, "no integer index along the token dimension")
-    form = form_of_indices(base, axes, given)
-    if form is None:
-        raise _refuse(node, role, "it indexes more than the token dimension")
+    try:
+        form, positions = form_of_indices(base, axes, given), given["t"]
+    except WrongIndex as wrong:
+        raise _refuse(node, role, str(wrong)) from None
 
     def reads(read: Node) -> IndexMap | None:
         only = _only_index(read) if len(given) == 1 else None
@@ -224,8 +222,10 @@ def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     base, part, axis, start, _, step = arguments(node)
     if axes[axis] == "b":
         return _match_some_sequences(node, axes, role)
-    if axes[axis] != "t" or step != 1:
-        raise _refuse(node, role, f"it writes a slice of dimension {axis}")
+    if axes[axis] != "t":
+        raise _refuse(node, role, f"it writes some of the {AXIS_NAMES[axes[axis]]}")
+    if step != 1:
+        raise _refuse(node, role, "it writes tokens that are not neighbours")
     written, first_sequence = node, None
     own: tuple[Node, ...] = ()
     if part.target is aten.slice_scatter.default and axes[arguments(part)[2]] == "b" and _is_put_back(node, part):
@@ -334,7 +334,7 @@ def _match_one_index(node: Node, axes: str, role: str) -> CacheWrite:
     fits = len(axes) == 4 and (axes[axis] == "b" or (axes[axis] == "h" and is_only))
     write = _write_of_part(node, axes.replace(axes[axis], ""), role) if fits else None
     if write is None:
-        raise _refuse(node, role, f"it writes one index of dimension {axis}")
+        raise _refuse(node, role, f"it writes one of the {AXIS_NAMES[axes[axis]]}")
     write = replace(write, axes=axes)
     return write if is_only else _of_some_sequences(write, _checked_sequence(node, index, size, role))
 
@@ -342,7 +342,7 @@ def _match_one_index(node: Node, axes: str, role: str) -> CacheWrite:
 def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     base, axis, index, value = arguments(node)
     if axes[axis] != "t":
-        raise _refuse(node, role, f"it scatters along dimension {axis}")
+        raise _refuse(node, role, f"it scatters along the {AXIS_NAMES[axes[axis]]}, and not along the tokens")
     n = num_tokens_of(index, axes)
     shape = varying_shape(index)
     whole = _whole(node, axes, n)
