@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvcompile.errors import UnsupportedSiteError
+from kvcompile.errors import UnsupportedSiteError, plural
 from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
@@ -30,7 +30,7 @@ NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
 
 
 NO_ATTENTION = "kvquant has found no attention in a compiled graph yet"
-"""The text of a report without graphs."""
+"""The text of a report without graphs, calls and notes."""
 
 
 def outcome(site: Site) -> Outcome:
@@ -229,6 +229,18 @@ class ReportData:
         plain = {graph: runs for graph, runs in self.runs.items() if runs.plain}
         earlier = "a graph that was compiled before"
         return [*self.remarks, *(f"{numbers.get(graph, earlier)}: {runs}" for graph, runs in plain.items())]
+
+    def without_graphs(self) -> tuple[str, list[str]]:
+        """What a report without graphs says in one line: what ran, or why nothing was packed; and its other notes."""
+        ran = []
+        if self.calls:
+            ran.append(f"{plural(self.calls, 'call')} ran graphs that were compiled before")
+        if self.eager_requests:
+            ran.append(f"{plural(self.eager_requests, 'request')} of generate() ran on packed caches in eager code")
+        if ran:
+            return f"no attention was compiled here; {' and '.join(ran)}", self.notes
+        line, *others = self.notes or [NO_ATTENTION]
+        return line, others
 
     @property
     def calls(self) -> int:

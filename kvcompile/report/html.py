@@ -16,7 +16,7 @@ from importlib import resources
 from kvcompile.errors import plural
 from kvcompile.passes.notes.surroundings import SiteSurroundings, Surroundings
 from kvcompile.passes.site import CacheSummary, Site
-from kvcompile.report.data import NO_ATTENTION, Outcome, ReportData, enumerate_modules, modules_by_reason, outcome
+from kvcompile.report.data import Outcome, ReportData, enumerate_modules, modules_by_reason, outcome
 from kvcompile.report.drawing import arrow_head, describe, draw
 from kvcompile.report.markup import Markup, element, join
 
@@ -94,7 +94,7 @@ def _policy(name: str, text: str) -> Markup:
 
 def _summary(report: ReportData) -> Markup:
     if not report.graphs:
-        return element("p", f"{NO_ATTENTION}.")
+        return element("p", f"{report.without_graphs()[0]}.")
     totals = report.totals
     counts: dict[Outcome, int] = {
         "rewritten": totals.packed_layers,
@@ -184,9 +184,10 @@ def _reasons(report: ReportData) -> Markup:
 
 
 def _notes(report: ReportData) -> Markup:
-    if not report.notes:
+    notes = report.notes if report.graphs else report.without_graphs()[1]
+    if not notes:
         return Markup()
-    items = [element("li", note) for note in report.notes]
+    items = [element("li", note) for note in notes]
     return element("section", element("h2", "Notes of the run"), element("ul", *items, class_="reasons"))
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcompile.passes.site import Site
-from kvcompile.report.data import NO_ATTENTION, ReportData, Totals, enumerate_modules, modules_by_reason, outcome
+from kvcompile.report.data import ReportData, Totals, enumerate_modules, modules_by_reason, outcome
 from kvcompile.tables import LABEL_WIDTH, broken, width
 
 Row = tuple[str, str, str, str, str]
@@ -21,7 +21,8 @@ _HEADER = ("module", "cache", "attention", "formats (K / V)", "bytes")
 def render(report: ReportData) -> str:
     """One table for each graph, the reasons of sites that were not rewritten, and the totals."""
     if not report.graphs:
-        return "\n".join([NO_ATTENTION, *(f"note: {note}" for note in report.notes)])
+        line, notes = report.without_graphs()
+        return "\n".join([line, *(f"note: {note}" for note in notes)])
     text = io.StringIO()
     console = Console(file=text, width=width(), color_system=None, markup=False, emoji=False, highlight=False)
     first_with: dict[tuple[Row, ...], int] = {}

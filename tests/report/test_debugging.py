@@ -378,7 +378,7 @@ def test_a_block_in_which_nothing_is_compiled_says_so(tmp_path: Path) -> None:
         pass
     assert not report.graphs
     assert "The backend compiled no graph" in (tmp_path / "index.md").read_text()
-    assert "has found no attention" in (tmp_path / "report.html").read_text()
+    assert "kvquant compiled no attention here" in (tmp_path / "report.html").read_text()
 
 
 def test_an_earlier_dump_is_replaced_and_other_files_in_it_are_kept(tmp_path: Path) -> None:

@@ -357,8 +357,18 @@ def test_graphs_with_the_same_rows_are_printed_once() -> None:
     assert text.count("model.layers.0.self_attn") == 1
 
 
-def test_a_report_without_graphs_says_so() -> None:
+def test_a_report_without_graphs_says_so_in_one_line() -> None:
     assert str(Report()) == "kvquant has found no attention in a compiled graph yet"
+    assert str(Report(remarks=["no attention was found in Linear"])) == "no attention was found in Linear"
+
+
+def test_a_report_without_graphs_says_what_ran() -> None:
+    report = Report(remarks=["a remark"], eager_requests=1)
+    eager = "1 request of generate() ran on packed caches in eager code"
+    assert str(report) == f"no attention was compiled here; {eager}\nnote: a remark"
+    report.count_call(GraphReport((rewritten(0),)), None)
+    earlier = "1 call ran graphs that were compiled before"
+    assert str(report).startswith(f"no attention was compiled here; {earlier} and {eager}\n")
 
 
 def test_json_holds_everything() -> None:
@@ -444,7 +454,7 @@ def test_explain_says_that_a_model_has_no_attention_and_names_graph_breaks(caplo
     assert kvcompile.explain(nn.Linear(4, 4), torch.ones(2, 4)).notes == ["no attention was found in Linear"]
     (note,) = kvcompile.explain(broken, torch.ones(2)).notes
     assert note.startswith("no attention was found in broken; graphs broke at test_report.py:")
-    assert str(kvcompile.verify(nn.Linear(4, 4), torch.ones(2, 4))).endswith("note: no attention was found in Linear")
+    assert str(kvcompile.verify(nn.Linear(4, 4), torch.ones(2, 4))) == "no attention was found in Linear"
     assert not caplog.records
 
 

@@ -171,7 +171,9 @@ def test_the_page_says_how_many_calls_ran_plain_and_counts_no_bytes_for_them(tmp
 
 def test_a_report_without_graphs_is_a_page_that_says_so(tmp_path: Path) -> None:
     Report().to_html(tmp_path / "empty.html")
-    assert "kvquant has found no attention in a compiled graph yet." in (tmp_path / "empty.html").read_text()
+    assert "<p>kvquant has found no attention in a compiled graph yet.</p>" in (tmp_path / "empty.html").read_text()
+    Report(remarks=["no attention was found in Linear"]).to_html(tmp_path / "empty.html")
+    assert (tmp_path / "empty.html").read_text().count("no attention was found in Linear") == 1
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
