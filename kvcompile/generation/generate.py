@@ -47,6 +47,7 @@ from kvcompile.caches.requests import (
     RequestCaches,
     can_crop,
     can_forget,
+    clear_all,
     crop,
     hand_out,
     why_no_crop,
@@ -256,6 +257,8 @@ class Generation:
             self._original(PREPARE_CACHE)(config, model_kwargs, mode, batch_size, max_cache_length)
             if cache is not None:
                 is_on_top = not _repeats_the_past(config, model_kwargs)
+                if mode.value == _ASSISTED and not is_on_top and packed_layers(cache):
+                    clear_all(cache)  # assisted decoding reads the whole prompt, also the tokens in the cache
                 make_room(cache, self._model, self._options.policy, max_cache_length, is_on_top=is_on_top)
         if request is not None:
             warns = config.output_attentions and not gives_attention_maps(self._model.config)  # a graph break

@@ -338,6 +338,16 @@ def test_a_returned_cache_is_the_callers_and_grows_with_the_conversation(policy:
     assert cache.layers[0].keys.shape[2] >= first.sequences.shape[1] - 1
 
 
+@assisted_on_static_caches
+def test_assisted_decoding_reads_a_conversation_anew_into_its_returned_cache() -> None:
+    plain, model = attention_llama(num_layers=1), compiled_llama()
+    first = generated(model, inputs=REPETITIVE, return_dict_in_generate=True)
+    ids, cache = torch.cat([first.sequences, torch.tensor([[7, 8]])], 1), first.past_key_values
+    second = generated(model, inputs=ids, past_key_values=cache, prompt_lookup_num_tokens=3)
+    assert torch.equal(second, generated(plain, inputs=ids))
+    assert cache.get_seq_length() == second.shape[1] - 1  # Transformers itself would store the first tokens twice
+
+
 def test_embeddings_of_the_whole_conversation_need_no_additional_room() -> None:
     model, plain = compiled_llama(), attention_llama(num_layers=1)
     prompt = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
