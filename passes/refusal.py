@@ -89,7 +89,7 @@ class Reason(enum.Enum):
     unknown_read = (
         "its {role} cache is read through {op}, which is not a plain view of all heads and tokens",
         "read the whole cache or neighbouring tokens (the same tokens of keys and values), through views, and hide "
-        "other tokens with a mask",
+        "other tokens with a mask; repeat heads with enable_gqa, repeat_interleave or expand, and not by an index",
     )
     size_from_data = (
         "the size of its {role} cache depends on the data of a step, in {op}",

@@ -5,6 +5,7 @@ This is the only file that turns a source of Dynamo into words.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -105,8 +106,12 @@ def operation(node: Node) -> str:
 
 
 def operations(nodes: Sequence[Node]) -> str:
-    """The operators of several nodes, and the line of the last: ``aten.unsqueeze, aten.view (model.py:12: ...)``."""
-    return with_line(", ".join(map(_operator, nodes)), nodes[-1])
+    """The operators of several nodes, and the line of the last: ``aten.unsqueeze, aten.view (model.py:12: ...)``.
+
+    An operator of the model may have become several nodes, so neighbours of the same name count as one.
+    """
+    names = [name for name, _ in itertools.groupby(map(_operator, nodes))]
+    return with_line(", ".join(names), nodes[-1])
 
 
 def with_line(name: str, node: Node) -> str:

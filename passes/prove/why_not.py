@@ -155,7 +155,7 @@ def _changes_device(node: Node) -> bool:
 
 
 def check_whole(root: Node, role: Role) -> None:
-    """Raise Refusal if attention reads one index of a larger input, or tokens that an index gathers from an input.
+    """Raise Refusal if attention reads one index of a larger input, or what an index gathers from an input.
 
     The reason comes from the pass that could not split the stack or page the pool. If no pass has noted a reason, the
     input has the shape of neither.
@@ -166,6 +166,8 @@ def check_whole(root: Node, role: Role) -> None:
     if root.target is not aten.index.Tensor:
         reason, detail = Reason.part_of_tensor, "which is not made of caches [batch, heads, tokens, head_dim]"
     elif len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
+        if root.args[1][0] is None:  # an index of slots or blocks comes first
+            raise Refusal(Reason.unknown_read, role=role, op=operation(root))
         reason, detail = Reason.gathered, "which is not a separate tensor of slots or blocks"
     else:
         return

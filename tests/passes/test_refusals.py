@@ -97,6 +97,29 @@ def test_the_reason_names_the_index_that_reorders_heads_and_not_the_write_after_
     assert "is written by aten.index (" in site.reason
 
 
+def heads_repeated_by_an_index(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+    write(kc, k, pos), write(vc, v, pos)
+    group = torch.arange(2 * H) // 2
+    return sdpa(torch.cat([q, q], 1), kc[:, group], vc[:, group])
+
+
+def sequences_repeated_for_guidance(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(torch.cat([q, -q]), torch.cat([kc, kc]), torch.cat([vc, vc]))
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize(
+    ("fn", "operator"), [(heads_repeated_by_an_index, "aten.index"), (sequences_repeated_for_guidance, "aten.cat")]
+)
+def test_the_reason_names_once_the_operator_through_which_a_cache_is_read(
+    fn: Callable[..., Tensor], operator: str
+) -> None:
+    assert reasons_after(fn, inputs()) == ["unknown_read"]
+    (site,) = last_report().sites
+    assert f"its key cache is read through {operator} (" in site.reason
+
+
 def keys_and_values_of_one_projection(
     q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
 ) -> tuple[Tensor, ...]:
