@@ -74,9 +74,9 @@ from kvcompile.compat.transformers import (
     makes_dynamic_caches,
     renamed_cache,
 )
-from kvcompile.compat.transformers import mask_length as mask_length_of
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
 from kvcompile.generation.generate_batch import drop_kept_manager, packed_manager
+from kvcompile.generation.past import reads_past_again, repeats_the_past
 from kvcompile.report import report
 from kvcompile.report.launch_hint import no_launch_hint
 
@@ -256,9 +256,9 @@ class Generation:
         if request is None or request.served is None:
             self._original(PREPARE_CACHE)(config, model_kwargs, mode, batch_size, max_cache_length)
             if cache is not None:
-                is_on_top = not _repeats_the_past(config, model_kwargs)
-                if mode.value == _ASSISTED and not is_on_top and packed_layers(cache):
-                    clear_all(cache)  # assisted decoding reads the whole prompt, also the tokens in the cache
+                if mode.value == _ASSISTED and reads_past_again(cache, config, model_kwargs):
+                    clear_all(cache)
+                is_on_top = not repeats_the_past(config, model_kwargs)
                 make_room(cache, self._model, self._options.policy, max_cache_length, is_on_top=is_on_top)
         if request is not None:
             warns = config.output_attentions and not gives_attention_maps(self._model.config)  # a graph break
@@ -423,18 +423,6 @@ def _counted(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Abstr
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
         return nullcontext()
     return prepared_for_step(cache, tokens.shape[1])
-
-
-def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the prompt repeats the tokens in the cache.
-
-    This is so for token ids whose attention mask has the same length, and always for embeddings.
-    """
-    if model_kwargs.get("inputs_embeds") is not None:
-        return True
-    mask = model_kwargs.get("attention_mask")
-    mask_length = mask.shape[1] if mask is not None else mask_length_of(config)
-    return config.max_new_tokens is not None and mask_length == config.max_length - config.max_new_tokens
 
 
 def _look_at_keys(model: nn.Module, cache: Any) -> Callable[[Any, torch.Tensor], None]:

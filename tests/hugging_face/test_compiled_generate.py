@@ -346,6 +346,10 @@ def test_assisted_decoding_reads_a_conversation_anew_into_its_returned_cache() -
     second = generated(model, inputs=ids, past_key_values=cache, prompt_lookup_num_tokens=3)
     assert torch.equal(second, generated(plain, inputs=ids))
     assert cache.get_seq_length() == second.shape[1] - 1  # Transformers itself would store the first tokens twice
+    ids, new = torch.cat([second, torch.tensor([[9]])], 1), torch.tensor([[second[0, -1], 9]])
+    more = {"attention_mask": torch.ones_like(ids), "prompt_lookup_num_tokens": 3}
+    third = generated(model, inputs=new, past_key_values=cache, **more)
+    assert torch.equal(third[:, 2:], generated(plain, inputs=ids)[:, ids.shape[1] :])
 
 
 def test_embeddings_of_the_whole_conversation_need_no_additional_room() -> None:
