@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.kernels.formats.lloyd_max import scales_of_bytes
-from kvcompile.kernels.lang.planes import alternating, alternating_rows
+from kvcompile.kernels.lang.planes import alternating, alternating_rows, halves
 from kvcompile.kernels.lang.tiles import prefetch_lines
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.rotation import unrotate
@@ -66,23 +66,33 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
 def _load_pieces(ptr, block_offset, row, exists, OPERAND: tl.constexpr):
     """Load planes in two pieces (:func:`kvcompile.kernels.layout.operand._in_pieces`).
 
+    Both pieces of a key lie in its row of codes, and are loaded together: a load of one piece fetches the other half of
+    each sector of 32 bytes for nothing. Attention with 3-bit keys then takes 65 us instead of 58 on an H200.
+
     Returns:
         Tiles of the codes of the first piece, the codes of the second piece, and the high bits of both.
     """
     WIDTH: tl.constexpr = OPERAND.width // 2
     PADDED: tl.constexpr = OPERAND.padded_width // 2
+    HAS_PADDING: tl.constexpr = WIDTH != PADDED
     column = tl.arange(0, PADDED)
     in_piece = column < WIDTH
-    first = _load_codes(
-        ptr, block_offset, row, exists, column, in_piece, 0, tl.uint8, OPERAND.width, WIDTH != PADDED, OPERAND
-    )
-    second = _load_codes(
-        ptr, block_offset, row, exists, column + WIDTH, in_piece, 0, tl.uint8, OPERAND.width, WIDTH != PADDED, OPERAND
-    )
+    if OPERAND.column_major or HAS_PADDING:
+        first = _load_codes(
+            ptr, block_offset, row, exists, column, in_piece, 0, tl.uint8, OPERAND.width, HAS_PADDING, OPERAND
+        )
+        second = _load_codes(
+            ptr, block_offset, row, exists, column + WIDTH, in_piece, 0, tl.uint8, OPERAND.width, HAS_PADDING, OPERAND
+        )
+    else:
+        columns = tl.arange(0, 2 * WIDTH)
+        codes = _load_codes(
+            ptr, block_offset, row, exists, columns, columns >= 0, 0, tl.uint8, OPERAND.width, False, OPERAND
+        )
+        first, second = halves(codes)
     high = _load_codes(
-        ptr, block_offset, row, exists, column, in_piece, OPERAND.high_offsets[0], tl.uint8, WIDTH, WIDTH != PADDED,
-        OPERAND,
-    )  # fmt: skip
+        ptr, block_offset, row, exists, column, in_piece, OPERAND.high_offsets[0], tl.uint8, WIDTH, HAS_PADDING, OPERAND
+    )
     return first, second, high
 
 
