@@ -10,7 +10,8 @@ from kvcompile.kernels.lang.rounding import finite_at
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows
-from kvcompile.kernels.tiles.packed import load_packed, unpack
+from kvcompile.kernels.tiles.levels import unpack
+from kvcompile.kernels.tiles.packed import load_packed
 from kvcompile.kernels.tiles.rotation import hadamard_ones, with_random_signs
 from kvcompile.kernels.tiles.runs import unrotate_levels, unrotation_matrix
 

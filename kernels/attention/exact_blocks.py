@@ -29,7 +29,7 @@ from kvcompile.kernels.attention.softmax_tile import (
 from kvcompile.kernels.attention.splits import out_rows, store_output
 from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows, prefetch_rows, tag_ptrs
-from kvcompile.kernels.tiles.packed import decode_rows
+from kvcompile.kernels.tiles.rows import decode_rows
 
 NO_BLOCK = constant(1 << 24)
 """A block beyond every cache: its tokens have positions that int32 can hold."""

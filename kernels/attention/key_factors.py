@@ -19,7 +19,7 @@ from kvcompile.kernels.attention.query import first_columns, load_query_rows
 from kvcompile.kernels.lang.planes import planes_of
 from kvcompile.kernels.lang.tiles import transposed
 from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, tl
-from kvcompile.kernels.tiles.packed import unpack
+from kvcompile.kernels.tiles.levels import unpack
 from kvcompile.kernels.tiles.rotation import hadamard_ones, with_random_signs
 from kvcompile.kernels.tiles.runs import unrotate_levels, unrotation_matrix
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcompile.kernels.attention.query import columns_of, first_columns, in_digits, scores_of_digits
 from kvcompile.kernels.lang.tiles import exp2_of_each, log2, transposed
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
-from kvcompile.kernels.tiles.packed import integers_of_bytes, unpack
+from kvcompile.kernels.tiles.levels import integers_of_bytes, unpack
 
 
 @jit

@@ -16,7 +16,7 @@ functions:
 
 ``OPERAND`` is the :class:`~kvcompile.kernels.layout.operand.PackedOperand`; ``OPERAND.codec.constants`` holds the
 numbers of the format's class. A format of few bits also has inline PTX, which unpacks four bytes of each code section
-at once; see :func:`kvcompile.kernels.tiles.packed.halves_of_bytes`.
+at once; see :func:`kvcompile.kernels.tiles.levels.halves_of_bytes`.
 """
 
 from __future__ import annotations

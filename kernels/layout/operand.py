@@ -155,7 +155,7 @@ class PackedOperand:
 
     @property
     def gains(self) -> tuple[float, ...]:
-        """For each plane, a factor that :func:`kvcompile.kernels.tiles.packed.unpack` leaves to its caller."""
+        """For each plane, a factor that :func:`kvcompile.kernels.tiles.levels.unpack` leaves to its caller."""
         return (1.0,) * self.num_planes if self.granularity == "group" else self.unpack_gains
 
     @property

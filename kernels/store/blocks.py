@@ -12,7 +12,7 @@ from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.store.tokens import encode_tile, load_positions, store_sections
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, has_entry, load_rows, row_ptrs, tag_ptrs
-from kvcompile.kernels.tiles.packed import decode_rows
+from kvcompile.kernels.tiles.rows import decode_rows
 from kvcompile.kernels.tiles.runs import rotation_matrix
 
 

@@ -18,7 +18,7 @@ from kvcompile.kernels.store.append import append_token, appends_tokens
 from kvcompile.kernels.store.blocks import write_block
 from kvcompile.kernels.store.tokens import encode_tile, load_positions, load_vectors, store_sections
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, has_entry, row_ptrs, tag_ptrs
-from kvcompile.kernels.tiles.packed import decode_rows
+from kvcompile.kernels.tiles.rows import decode_rows
 from kvcompile.kernels.tiles.runs import rotation_matrix
 
 
