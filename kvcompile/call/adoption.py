@@ -1,15 +1,19 @@
-"""Adoption: a plain cache tensor becomes a packed cache in place, for every holder of the tensor."""
+"""Adoption: a plain cache tensor becomes a packed cache in place, for every holder of the tensor.
+
+Unpacking is the reverse: a packed cache becomes a plain tensor in place.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from kvcompile.compat.tensors import is_view_of_held_tensor, num_users
+from kvcompile.compat.tensors import is_held_elsewhere, is_view_of_held_tensor, num_users
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout.axes import BLOCK_AXES, PartIndex, shape_of_part, sizes_by_axis, with_ranges
 from kvcompile.kernels.layout.context_shard import ContextShard
@@ -26,7 +30,7 @@ _MISSED = "would not get the new tokens of a packed cache; take a clone() of it 
 
 
 class AdoptionError(KVCompileError):
-    """A plain cache cannot be adopted; the message says why. The cache is unchanged."""
+    """A plain cache cannot be adopted, or a packed one unpacked; the message says why. The cache is unchanged."""
 
 
 def adopt(
@@ -104,6 +108,42 @@ def adopt_stack(
     return plain
 
 
+def may_unpack(value: object) -> TypeGuard[PackedTensor]:
+    """Whether ``value`` is one whole packed cache of fixed size, and no view of another one."""
+    if type(value) is not PackedTensor:
+        return False
+    return value.is_whole and value.place.root is None and value.fixed_data is not None
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Swaps a plain tensor with the dequantized values into the Python object of a packed cache of fixed size.
+
+    Afterwards every holder of ``packed`` has a plain tensor of the same shape, strides and dtype, with the attributes
+    that were set on the object. The packed bytes are freed. A live view shows the plain tensor from then on.
+
+    Returns:
+        The object ``packed`` itself: now a plain tensor.
+
+    Raises:
+        AdoptionError: other code would miss the swap: a view of the cache is in use, the cache is a view or grows, or a
+            weak reference to it exists.
+    """
+    if not may_unpack(packed):
+        raise _refusal(packed, "it is not a whole packed cache of fixed size", "unpacked")
+    if (reason := _why_not_unpackable(packed)) is not None:
+        raise _refusal(packed, reason, "unpacked")
+    with _normal_tensors_for(packed), torch.no_grad():
+        plain = torch.empty_strided(packed.shape, packed.stride(), dtype=packed.dtype, device=packed.device)
+        plain.copy_(packed.dequantize())
+        own = packed.detach().__dict__  # what every packed cache has; the user may have set more
+    plain.__dict__.update({name: value for name, value in packed.__dict__.items() if name not in own})
+    try:
+        torch.utils.swap_tensors(packed, plain)
+    except RuntimeError as error:
+        raise _refusal(packed, str(error), "unpacked") from error
+    return packed
+
+
 def check_adoptable(
     plain: Tensor,
     parts: PackedParts,
@@ -145,8 +185,8 @@ def _swap(plain: Tensor, packed: Tensor) -> None:
         raise _refusal(plain, str(error)) from error
 
 
-def _refusal(plain: Tensor, reason: str) -> AdoptionError:
-    return AdoptionError(f"cache of shape {tuple(plain.shape)}, {plain.dtype}, was not packed: {reason}")
+def _refusal(cache: Tensor, reason: str, action: str = "packed") -> AdoptionError:
+    return AdoptionError(f"cache of shape {tuple(cache.shape)}, {cache.dtype}, was not {action}: {reason}")
 
 
 def _why_not_packable(plain: Tensor, shape: Sequence[int], layout: PackedLayout, axes: str) -> str | None:
@@ -188,5 +228,18 @@ def _why_not_plain(plain: Tensor) -> str | None:
             "a view of it, its storage, or another tensor on its storage is in use; delete it before the compiled call"
         )
     if weakref.getweakrefs(plain):
+        return "something holds a weak reference to it"
+    return None
+
+
+def _why_not_unpackable(packed: PackedTensor) -> str | None:
+    """Why other code would miss the swap of ``packed`` for a plain tensor; None if it is safe.
+
+    A view of a packed cache has the bytes of the cache: the same tensor, or another one on the same storage. A live
+    view has the cache itself instead, so it needs no check.
+    """
+    if num_users(packed.packed) > 1 or is_held_elsewhere(packed, "_packed"):
+        return "a view of it, or another tensor on its bytes, is in use"
+    if weakref.getweakrefs(packed):
         return "something holds a weak reference to it"
     return None

@@ -14,7 +14,6 @@ eager code. Inside the graph, changed vectors are not rounded.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,12 +27,12 @@ from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_ado
 from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
 from kvcompile.call.key_outliers import KeyGuard
+from kvcompile.call.leftovers import Leftovers
 from kvcompile.call.recent_tokens import asks_for_written, num_written
 from kvcompile.call.shards import LocalShards
 from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
 from kvcompile.compat.tensors import copy_each
-from kvcompile.compat.tracing import forget_in_fake_modes
 from kvcompile.errors import one_line
 from kvcompile.kernels.layout.axes import PartIndex, shape_of_part, without_ranges
 from kvcompile.kernels.layout.context_shard import ContextShard
@@ -52,7 +51,7 @@ from kvcompile.report import report
 
 @dataclass(frozen=True)
 class DequantizedInput:
-    """Input ``index`` of a compiled graph is a packed tensor, and the graph takes its dequantized values.
+    """Input ``index`` of a compiled graph may be a packed tensor, and the graph takes its dequantized values.
 
     Attributes:
         index: position among the graph's inputs.
@@ -71,7 +70,7 @@ class CallPlan:
         caches: the actions for packed caches among the inputs.
         made: the caches from which the call makes a new cache, with the numbers of new tokens and of sequences.
         outputs: the packed caches among the outputs, with their logical shapes.
-        dequantized: the packed inputs that the graph takes as plain values.
+        dequantized: the packed inputs that the graph takes as plain values. A call may have unpacked them before.
         by_reference: whether packed data is passed as references.
         buffered_inputs: the inputs that the graph changes in a buffer at a fixed address.
         stacks: the inputs that are split into parts.
@@ -158,17 +157,18 @@ class PackedCall:
         written = [args[index] for index in self._written]
         returned: list[tuple[int, PackedTensor]] = []
         changed: list[tuple[Tensor, Tensor]] = []
-        if not self._replace_known(args):
+        dequantized = [plan for plan in self._dequantized if isinstance(args[plan.index], PackedSubclass)]
+        if dequantized or not self._replace_known(args):
             check_distinct(written, [args[index] for index in self._read])
             for action, new_tokens, num_sequences in made:
                 args[action.index] = cache = _new_cache(args, action, new_tokens, num_sequences)
                 returned.extend((output, cache) for output in action.outputs)
             self._replace_caches(args)
-            for plain in self._dequantized:
-                tensor = args[plain.index]
-                args[plain.index] = strided_as(tensor, tensor.dequantize())
-                if plain.mutated:
-                    changed.append((tensor, args[plain.index]))
+            for plan in dequantized:
+                tensor = args[plan.index]
+                args[plan.index] = strided_as(tensor, tensor.dequantize())
+                if plan.mutated:
+                    changed.append((tensor, args[plan.index]))
         buffered, buffers = self._buffer(args)
         if self._parameters is not None:
             self._parameters.put(args)
@@ -190,7 +190,7 @@ class PackedCall:
 
     def _replace_known(self, args: list[Any]) -> bool:
         """Replace caches as :meth:`_replace_caches` does, but without checks, if the last call had the same caches."""
-        if self._dequantized or self._made:
+        if self._made:
             return False
         data = self._known.data_of([args[place] for place in self._places])
         if data is None:
@@ -323,7 +323,7 @@ class AdoptingCall:
         self._inputs = InputAdoption(caches, stacks)
         self._fallback = fallback
         self._graph = graph
-        self._tries_again = True
+        self._leftovers = Leftovers()
         self._guard = guard
         self._conceals = conceals
         self._shards = shards
@@ -366,33 +366,17 @@ class AdoptingCall:
 
     def _with_packed(self, plain: Sequence[Adoption], args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs of a call after the caches ``plain``, or copies of them, are packed."""
+        tensors = [cache.tensor for cache in plain]
         if self._packs_copies:
-            self._without_leftovers(plain, lambda: check_all(plain))
+            self._leftovers.retry(tensors, lambda: check_all(plain))
             args = tuple(self._inputs.with_copies(args))
             adopt_all(self._inputs.plain_among(args))
         elif self._shard is None:
-            self._without_leftovers(plain, lambda: adopt_all(plain))
+            self._leftovers.retry(tensors, lambda: adopt_all(plain))
         else:  # if one rank fails, the other ranks would wait for it
             adopt_shards = partial(adopt_all, plain, self._shard)
-            together(self._shard, lambda: self._without_leftovers(plain, adopt_shards))
+            together(self._shard, lambda: self._leftovers.retry(tensors, adopt_shards))
         return args
-
-    def _without_leftovers(self, plain: Sequence[Adoption], work: Callable[[], None]) -> None:
-        """Do ``work``; if a cache of ``plain`` cannot be adopted, drop what is left of earlier traces, and try again.
-
-        Garbage may hold a cache: after a graph break, Dynamo's first attempt at a frame is a reference cycle. The fake
-        mode of an earlier trace may know a cache, as that of ``torch.export`` knows the buffers of its module. Both
-        searches are slow, so a graph tries once.
-        """
-        try:
-            work()
-        except AdoptionError:
-            if not self._tries_again:
-                raise
-            self._tries_again = False
-            gc.collect()
-            forget_in_fake_modes([cache.tensor for cache in plain])
-            work()
 
 
 Parts = Mapping[PartIndex, InputAction]

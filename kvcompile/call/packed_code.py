@@ -37,6 +37,7 @@ class Outcome:
         caches: the caches that a call must pack, with their positions among Dynamo's inputs.
         stacks: the inputs that a call splits, with their positions among Dynamo's inputs.
         sources: the user's name of each cache.
+        unpacked: the inputs of Dynamo's graph that a call must unpack.
         is_recordable_step: whether the graph is a decode step that a CUDA graph could replay, and that runs without one
             now.
     """
@@ -46,6 +47,7 @@ class Outcome:
     caches: tuple[InputAction, ...]
     stacks: tuple[SplitStack, ...]
     sources: tuple[str, ...]
+    unpacked: tuple[int, ...]
     is_recordable_step: bool
 
 

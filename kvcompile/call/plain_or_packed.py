@@ -1,8 +1,8 @@
-"""One compilation serves a plain cache, and the packed cache that replaces it.
+"""One compilation serves a plain cache and the packed cache that replaces it, or the reverse.
 
-Dynamo guards on the class of a tensor. The first call packs a plain cache of the caller, so for the second call Dynamo
-would compile the function again. The code runs on both: on a packed cache, and on a plain cache that the call then
-packs. The guard of such a cache is therefore widened.
+Dynamo guards on the class of a tensor. The first call packs a plain cache of the caller, or unpacks a packed one. For
+the second call Dynamo would compile the function again. The code runs on both: on a cache that the call has to swap,
+and on the cache after the swap. The guard of such a cache is therefore widened.
 """
 
 from __future__ import annotations
@@ -48,16 +48,31 @@ def admit_packed_caches(
     widen_tensor_guards(wideners, "a plain cache, or the same cache after packing")
 
 
+def admit_unpacked_caches(placeholders: Sequence[Node], example_inputs: Sequence[Any], unpacked: Sequence[int]) -> None:
+    """Let the code that is being compiled run with the caches that its calls unpack.
+
+    Args:
+        placeholders, example_inputs: as for :func:`admit_packed_caches`.
+        unpacked: the positions of packed caches among the inputs.
+    """
+    wideners = {}
+    for index in unpacked:
+        cache: PackedTensor = example_inputs[index]
+        how = InputAction(index, "static", cache.packed_layout, cache.axes)
+        wideners[placeholders[index]] = PlainOrPacked(cache, {(): how}).widened
+    widen_tensor_guards(wideners, "a packed cache, or the same cache after unpacking")
+
+
 class PlainOrPacked:
-    """The values that an input of a compiled function may have: a plain cache, or the same cache after a call."""
+    """The values that an input of a compiled function may have: a plain cache, or the same cache packed."""
 
     def __init__(
         self, example: Any, parts: Parts, stack: SplitStack | None = None, shard: ContextShard | None = None
     ) -> None:
         """
         Args:
-            example: the plain cache of the compilation, a real or a fake tensor.
-            parts: the parts of the cache that a call packs.
+            example: the cache of the compilation, a real or a fake tensor, or a packed cache.
+            parts: the parts of the cache that a call packs, or has packed earlier.
             stack: how a call splits the cache; None if it is not split.
             shard: the tokens of a packed cache that this process keeps.
         """

@@ -11,13 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch._dynamo.config
+from torch import Tensor
 from torch.fx import Node
 
 from kvcompile.compat.graphs import dynamo_source
+from kvcompile.compat.tensors import is_traceable_wrapper_subclass
 
 try:
     from torch._C._dynamo.guards import TensorGuards
     from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
+    from torch._dynamo.source import AttrSource, SubclassAttrListSource
     from torch._guards import TracingContext
 
     CAN_WIDEN_GUARDS = hasattr(GuardBuilder, "TENSOR_MATCH") and hasattr(TensorGuards, "check")
@@ -34,16 +37,30 @@ def widen_tensor_guards(wideners: Mapping[Node, Callable[[Check], Check]], words
     Call it in a backend, before Dynamo builds its guards. Guards that PyTorch will store in a file stay unchanged.
 
     Args:
-        wideners: for tensors among the inputs of Dynamo's graph, a function that takes Dynamo's own check of this input
-            and returns the check that replaces it.
+        wideners: for tensors among the inputs of Dynamo's graph, a function that returns the check that replaces all of
+            Dynamo's own checks of this input. It takes Dynamo's check of a plain tensor: of the input itself, or, if
+            this is a tensor subclass, of a plain tensor of the same shape, strides and dtype.
         words: what the new checks admit, for the log of recompilations.
     """
     of_source = {dynamo_source(placeholder): widen for placeholder, widen in wideners.items()}
+    inner = {source for placeholder in wideners for source in _inner_sources(placeholder)}
     for guard in _guards():
-        kind = guard.create_fn_name()
-        widen = of_source.get(guard.originating_source) if kind in ("TENSOR_MATCH", "TYPE_MATCH") else None
-        if widen is not None:  # the check of a tensor includes its class
-            guard.create_fn = _widened(guard.create_fn, widen, words) if kind == "TENSOR_MATCH" else _no_guard
+        kind, source = guard.create_fn_name(), guard.originating_source
+        if source in of_source and kind == "TENSOR_MATCH":
+            guard.create_fn = _widened(guard.create_fn, of_source[source], words)
+        elif source in inner or (source in of_source and kind in _CHECKS_OF_CLASS):
+            guard.create_fn = _no_guard  # the check of a tensor includes its class
+
+
+_CHECKS_OF_CLASS = ("TYPE_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
+
+
+def _inner_sources(placeholder: Node) -> set[Any]:
+    """Dynamo's sources of the inner tensors of an input, and of the list of their names; empty for a plain tensor."""
+    value, source = placeholder.meta.get("example_value"), dynamo_source(placeholder)
+    if not is_traceable_wrapper_subclass(value):
+        return set()
+    return {SubclassAttrListSource(source), *(AttrSource(source, name) for name in value.__tensor_flatten__()[0])}
 
 
 def remember_specs() -> None:
@@ -112,11 +129,19 @@ class _WideningManager:
     ) -> None:
         """Takes the arguments of the method of Dynamo's manager."""
         guards: Any = TensorGuards  # its declared signature lacks the tensors
-        own = guards(value, dynamic_dims_sizes=[sizes], dynamic_dims_strides=[strides])
+        own = guards(_plain(value), dynamic_dims_sizes=[sizes], dynamic_dims_strides=[strides])
         self._manager.add_lambda_guard(self._widen(own.check), self._words, user_stack)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
+
+
+def _plain(value: Tensor) -> Tensor:
+    """A plain tensor in the place of a subclass; guards get its sizes and strides separately."""
+    if not is_traceable_wrapper_subclass(value):
+        return value
+    with torch.inference_mode(value.is_inference()):
+        return torch.empty(1, dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 class _RememberingManager:

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,6 +100,16 @@ def num_users(tensor: Tensor) -> int:
 def _references_to_storage(tensor: Tensor) -> int:
     """Python's references to the object of a storage, this function's included. Its tensor does not refer to it."""
     return sys.getrefcount(tensor.untyped_storage())
+
+
+def is_held_elsewhere(owner: object, name: str) -> bool:
+    """Whether Python refers to the tensor in the attribute ``name`` of ``owner`` from somewhere else, too."""
+    alone = SimpleNamespace(**{name: torch.empty(1, device="cpu")})
+    return _references_to(owner, name) != _references_to(alone, name)
+
+
+def _references_to(owner: object, name: str) -> int:
+    return sys.getrefcount(owner.__dict__[name])
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -12,14 +12,16 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
 from kvcompile.call.adjacent_parameters import why_not_adjacent
+from kvcompile.call.adoption import may_unpack
 from kvcompile.call.digest import digest_of
 from kvcompile.call.inputs import graph_inputs
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
 from kvcompile.call.packed_code import Outcome, PackedCode, receiving_outcomes, without_symbols
-from kvcompile.call.plain_or_packed import admit_packed_caches
+from kvcompile.call.plain_or_packed import admit_packed_caches, admit_unpacked_caches
 from kvcompile.call.shards import LocalShards, explained_error
 from kvcompile.call.stored_call import CallParts, StoredCall, StoredCode, check_storable, note_plain_caches
+from kvcompile.call.unpacking_call import UnpackingCall
 from kvcompile.compat.ahead_of_time import is_ahead_of_time, keeping_code
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.graphs import copied_graph
@@ -146,19 +148,18 @@ class GraphCompiler:
             hint_at_cuda_graphs()
         if self.is_ahead_of_time:
             return self._storable(compiled, outcome, graph)
-        fallback = None
-        if self.generate_code is None:
-            fallback = plain.plain_for_any_inputs(copied_graph(self.original), self.options.inductor_config)
+        fallback = self._plain_for_any_inputs() if self.generate_code is None else None
         placeholders = self.original.graph.find_nodes(op="placeholder")
         admit_packed_caches(placeholders, self.original_inputs, outcome.caches, outcome.stacks, self.options.shard)
         guard = None
         if self.options.policy.key_outliers != "ignore":
             guard = KeyGuard(outcome.caches, outcome.sources, outcome.sites, report.note)
-        # Return a method, because tools such as depyf look for the code object of the returned callable.
-        return AdoptingCall(
+        call = AdoptingCall(
             compiled, outcome.caches, outcome.stacks, fallback, graph, guard, self.conceals, self.shards,
             self.options.shard, packs_copies=self.generate_code is not None,
-        ).__call__  # fmt: skip
+        )  # fmt: skip
+        # Return a method, because tools such as depyf look for the code object of the returned callable.
+        return self._unpacking(call.__call__, outcome.unpacked)
 
     def _storable(self, compiled: Any, outcome: Outcome, graph: report.GraphReport) -> StoredCall:
         looks_at_keys = self.options.policy.key_outliers != "ignore"
@@ -189,10 +190,36 @@ class GraphCompiler:
         check_control_flow(self.original, self.original_inputs)
         config = self.options.inductor_config
         if not self.is_ahead_of_time:
-            return plain.compile_plain(self.original, config, self.original_inputs)
+            return self._compile_unpacked(self._unpacked(self.packing) if self.packing is not None else ())
         check_storable(is_divided=False)
         with keeping_code():
             return StoredCode(plain.compile_plain(self.original, config, self.original_inputs), config)
+
+    def _compile_unpacked(self, places: Sequence[int]) -> Any:
+        """The plain code for the inputs of a graph after a call has unpacked those at ``places``."""
+        inputs = [self._plain_like(index) if index in places else x for index, x in enumerate(self.original_inputs)]
+        compiled = plain.compile_plain(self.original, self.options.inductor_config, inputs)
+        return self._unpacking(compiled, places, self._plain_for_any_inputs()) if places else compiled
+
+    def _plain_for_any_inputs(self) -> Callable[..., Any]:
+        return plain.plain_for_any_inputs(copied_graph(self.original), self.options.inductor_config)
+
+    def _unpacking(
+        self, compiled: Callable[..., Any], places: Sequence[int], while_packed: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """The function that unpacks the inputs at ``places`` and calls ``compiled``, as :class:`UnpackingCall` does."""
+        if not places:
+            return compiled
+        placeholders = self.original.graph.find_nodes(op="placeholder")
+        admit_unpacked_caches(placeholders, self.original_inputs, places)
+        caches = {index: source_name(placeholders[index]) for index in places}
+        return UnpackingCall(compiled, caches, while_packed).__call__
+
+    def _unpacked(self, packing: Packing) -> tuple[int, ...]:
+        """The inputs of Dynamo's graph that calls unpack: none if the code serves other callers, or several ranks."""
+        if self.generate_code is not None or self.is_ahead_of_time or self.options.shard is not None:
+            return ()
+        return tuple(index for index in packing.inputs_to_unpack() if may_unpack(self.original_inputs[index]))
 
     def _compile_packed(self) -> Any:
         if self.is_ahead_of_time:
@@ -287,6 +314,7 @@ class GraphCompiler:
             caches=without_symbols(caches),
             stacks=stacks,
             sources=tuple(packing.inputs[action.index].source for action in rewritten.inputs),
+            unpacked=self._unpacked(packing),
             is_recordable_step=is_recordable_step(packing),
         )
 
@@ -297,20 +325,22 @@ class GraphCompiler:
         tensors. Plain fakes have the strides of the packed caches, because strides decide whether ``reshape`` and
         ``contiguous`` give a view, whose writes change the cache, or a copy.
         """
-        fake_mode = detect_fake_mode(self.example_inputs)
-        assert fake_mode is not None, "Dynamo traces in a fake mode"
         placeholders = self.marked.graph.find_nodes(op="placeholder")
         inputs = list(self.example_inputs)
         for index, value in enumerate(inputs):
             if isinstance(value, PackedSubclass):
-                logical = placeholders[index].meta["example_value"]
-                with fake_mode:
-                    inputs[index] = torch.empty_strided(
-                        logical.shape, logical.stride(), dtype=logical.dtype, device=logical.device
-                    )
+                inputs[index] = self._plain_like(index)
             elif type(value) is torch.Tensor and value.dim() >= 3 and not value.requires_grad:
                 inputs[index] = placeholders[index].meta["example_value"]
         return inputs
+
+    def _plain_like(self, index: int) -> torch.Tensor:
+        """A plain fake with the shape, strides and dtype of a packed input of Dynamo's graph."""
+        fake_mode = detect_fake_mode(self.original_inputs)
+        assert fake_mode is not None, "Dynamo traces in a fake mode"
+        like = self.original.graph.find_nodes(op="placeholder")[index].meta["example_value"]
+        with fake_mode:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
     def _report(self, sites: Sequence[Site], surroundings: Sequence[SiteSurroundings] = ()) -> report.GraphReport:
         passes = self.packing.seconds if self.packing is not None else {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcompile.compat.pytree import tree_leaves, tree_map_only
 from kvcompile.compat.tensors import is_autograd_view, storage_id
-from kvcompile.packed.live_view import LiveView
+from kvcompile.packed.live_view import LiveView, copy_of_values
 from kvcompile.packed.op_table import general_rule, written_arguments
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.repeated_heads import RepeatedHeads
@@ -53,7 +53,7 @@ def _read_compute_store(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     written_sources = {id(source): source for source in map(_source_of, written)}
     if len(written_sources) > 1:
         _refuse_shared_memory(func, written_sources.values(), sources.values())
-    copies = {key: source.dequantize() for key, source in sources.items()}
+    copies = {key: copy_of_values(source) for key, source in sources.items()}
     plain = {id(x): _view_of_copy(x, copies) for x in packed}
     plain_args, plain_kwargs = tree_map_only(PackedSubclass, lambda x: plain[id(x)], (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
@@ -82,7 +82,7 @@ def _count_write(x: PackedSubclass) -> None:
         torch.autograd.graph.increment_version(x.source)
 
 
-def _source_of(x: PackedSubclass) -> PackedSubclass:
+def _source_of(x: PackedSubclass) -> Tensor:
     return x.source if isinstance(x, LiveView) else x
 
 
@@ -90,7 +90,7 @@ def _view_of_copy(x: PackedSubclass, copies: dict[int, Tensor]) -> Tensor:
     return x.of(copies[id(x.source)]) if isinstance(x, LiveView) else copies[id(x)]
 
 
-def _refuse_shared_memory(func: Any, written: Iterable[PackedSubclass], all_sources: Iterable[PackedSubclass]) -> None:
+def _refuse_shared_memory(func: Any, written: Iterable[Tensor], all_sources: Iterable[Tensor]) -> None:
     others = [(source, _storages(source)) for source in all_sources]
     for one in written:
         own = _storages(one)
@@ -122,7 +122,7 @@ def store_changes(cache: Tensor, values: Tensor) -> None:
         values: the dequantized values of ``cache``, possibly modified; same shape as ``cache``.
     """
     if isinstance(cache, LiveView):
-        copy = cache.source.dequantize()
+        copy = copy_of_values(cache.source)
         cache.of(copy).copy_(values)
         store_changes(cache.source, copy)
     elif isinstance(cache, PackedStack):

@@ -31,33 +31,29 @@ class LiveView(PackedSubclass):
     """A view, without a packed form, of a packed cache or of a packed view.
 
     Attributes:
-        source: the packed tensor that this view shows.
+        source: the packed tensor that this view shows. A call may unpack it; it is a plain tensor then.
         steps: the view operators that lead from the source to this view.
         offset: storage offset of the view relative to the source, in elements of a plain cache; None if unknown.
     """
 
-    source: PackedSubclass
+    source: Tensor
 
     @staticmethod
-    def __new__(
-        cls, source: PackedSubclass, steps: tuple[ViewStep, ...], like: Tensor, offset: int | None = None
-    ) -> LiveView:
+    def __new__(cls, source: Tensor, steps: tuple[ViewStep, ...], like: Tensor, offset: int | None = None) -> LiveView:
         """The view has the shape, strides and dtype of ``like``."""
         return new_wrapper(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=source.device)
 
-    def __init__(
-        self, source: PackedSubclass, steps: tuple[ViewStep, ...], like: Tensor, offset: int | None = None
-    ) -> None:
+    def __init__(self, source: Tensor, steps: tuple[ViewStep, ...], like: Tensor, offset: int | None = None) -> None:
         self.source = source
         self.steps = steps
         self.offset = offset
 
     @property
     def data_is_traced(self) -> bool:
-        return self.source.data_is_traced
+        return _is_traced(self.source)
 
     def dequantize(self) -> Tensor:
-        return self.of(self.source.dequantize())
+        return self.of(copy_of_values(self.source))
 
     def of(self, values: Tensor) -> Tensor:
         """Applies the view operators to ``values``, a plain tensor with the shape of the source."""
@@ -84,7 +80,8 @@ class LiveView(PackedSubclass):
     def _stable_hash_for_caching(self) -> str:
         """The key of this input in AOTAutograd's cache of traced graphs. AOTAutograd calls this method."""
         source: Any = self.source
-        return str((tuple(self.shape), self.stride(), self.dtype, self.steps, source._stable_hash_for_caching()))
+        key = source._stable_hash_for_caching() if _is_packed(source) else geometry_of(source)
+        return str((tuple(self.shape), self.stride(), self.dtype, self.steps, key))
 
     def __repr__(self) -> str:  # type: ignore[override]
         source = f"view of a {type(self.source).__name__} {tuple(self.source.shape)}"
@@ -102,7 +99,20 @@ class LiveView(PackedSubclass):
         return self.clone().__reduce_ex__(protocol)
 
 
-def _is_functionalized(cache: PackedSubclass) -> bool:
+def copy_of_values(source: Tensor) -> Tensor:
+    """The values of the source of a live view, as a plain tensor in memory of its own."""
+    return source.dequantize() if isinstance(source, PackedSubclass) else source.clone()
+
+
+def _is_packed(source: Tensor) -> bool:
+    return isinstance(source, PackedSubclass)
+
+
+def _is_traced(source: Tensor) -> bool:
+    return isinstance(source, PackedSubclass) and source.data_is_traced
+
+
+def _is_functionalized(cache: Tensor) -> bool:
     if isinstance(cache, PackedTensor):
         return is_functionalized(cache.packed)
     parts = cache.parts if isinstance(cache, PackedStack) else [cache.slots] if isinstance(cache, PackedPool) else []
@@ -122,7 +132,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [_viewed(viewed, ViewStep(*step, place), one) for place, one in enumerate(result)]
 
 
-def _on_geometry(viewed: PackedSubclass, view: Callable[[Tensor], Any]) -> Any:
+def _on_geometry(viewed: Tensor, view: Callable[[Tensor], Any]) -> Any:
     """Applies ``view`` to a tensor with the shape and strides of ``viewed``.
 
     AOTAutograd must record where symbolic sizes come from. Under AOTAutograd, ``view`` is therefore applied to
@@ -160,14 +170,14 @@ def _as_strided(
     if root is None or begin is None or (storage_offset is not None and begin != 0):
         raise _unknown_begin(viewed)
     begin = begin if storage_offset is None else storage_offset
-    if not root.data_is_traced and 0 not in size:
+    if not _is_traced(root) and 0 not in size:
         last = begin + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
         if last >= root.numel():
             raise RuntimeError(
                 f"as_strided({list(size)}, {list(stride)}, {begin}) reaches beyond a cache of {root.numel()} elements"
             )
     step = ViewStep(aten.as_strided.default, (frozen(size), frozen(stride), begin))
-    return LiveView(root, (step,), _on_geometry(root, step.of), None if root.data_is_traced else begin)
+    return LiveView(root, (step,), _on_geometry(root, step.of), None if _is_traced(root) else begin)
 
 
 def _unknown_begin(viewed: PackedSubclass) -> NotImplementedError:
@@ -184,7 +194,7 @@ def _unknown_begin(viewed: PackedSubclass) -> NotImplementedError:
     )
 
 
-def _root_and_offset(viewed: PackedSubclass) -> tuple[PackedSubclass | None, int | None]:
+def _root_and_offset(viewed: Tensor) -> tuple[Tensor | None, int | None]:
     """The cache behind ``viewed``, and the offset of the view's first element in it; None for an unknown item."""
     if isinstance(viewed, LiveView):
         root, begin = _root_and_offset(viewed.source)

@@ -134,9 +134,31 @@ def _check_shared(cache: Cache, layout: PackedLayout) -> None:
         raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} belong to channels of keys")
 
 
+def _cannot_move(cache: Cache, layout: PackedLayout) -> bool:
+    """Whether the graph moves tokens of a cache, and these share scales or exact blocks with other tokens."""
+    return layout.residual is not None and any(change.moves for change in cache.changes)
+
+
+def inputs_to_unpack(candidates: Sequence[Candidate], packed_inputs: Mapping[Node, PackedInput]) -> set[Node]:
+    """The packed caches of fixed size of the sites that are refused because their tokens cannot move.
+
+    Keys may move although values cannot, but a site is packed as a whole.
+    """
+    return {
+        cache.base
+        for candidate in candidates
+        if any(
+            cache.role in candidate.layouts and _cannot_move(cache, candidate.layouts[cache.role])
+            for cache in candidate.caches
+        )
+        for cache in candidate.caches
+        if cache.kind == "static" and cache.base in packed_inputs and packed_inputs[cache.base].is_cache
+    }
+
+
 def _check_moves(cache: Cache, layout: PackedLayout) -> None:
     """Raise Refusal if moved tokens, or tokens of a pool, share scales or exact blocks with other tokens."""
-    if layout.residual is not None and any(change.moves for change in cache.changes):
+    if _cannot_move(cache, layout):
         detail = (
             "the model moves tokens within its window, and in this format neighbouring tokens share scales, or blocks "
             "in full precision; use a format whose scales are per token, without residual_length and sink_tokens"
