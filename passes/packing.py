@@ -16,7 +16,7 @@ from kvcompile.passes.notes.sites import SiteNotes
 from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.prove.cache import Cache
 from kvcompile.passes.prove.candidate import Candidate
-from kvcompile.passes.prove.formats import ChooseFormats, inputs_to_unpack
+from kvcompile.passes.prove.formats import ChooseFormats
 from kvcompile.passes.refusal import Refusal
 from kvcompile.passes.rewrite.caches import CacheRewriter
 from kvcompile.passes.rewrite.merge_projections import MayBeAdjacent
@@ -42,6 +42,8 @@ class Packing:
         stacks: the inputs that were split into their parts.
         divided: the inputs and outputs whose heads got a separate dimension.
         candidates: the sites, in the order of the graph, with their proven caches.
+        unpacked: the inputs of Dynamo's graph that arrive as packed caches whose tokens cannot move, by position; a
+            call can unpack them.
         notes: the role of each node, and its site.
         surroundings: the nodes around each site, before and after the rewrite.
         rewriter: rewrites caches and attention; None until a site is accepted.
@@ -65,6 +67,7 @@ class Packing:
     stacks: tuple[SplitStack, ...] = ()
     divided: Divided = field(default_factory=Divided)
     candidates: list[Candidate] = field(default_factory=list)
+    unpacked: tuple[int, ...] = ()
     notes: SiteNotes | None = None
     surroundings: list[SiteSurroundings] = field(default_factory=list)
     rewriter: CacheRewriter | None = None
@@ -92,12 +95,6 @@ class Packing:
         """The placeholders whose caller passes a packed cache."""
         inputs = zip(self.placeholders, self.inputs, strict=True)
         return {node: known.packed for node, known in inputs if known.packed is not None}
-
-    def inputs_to_unpack(self) -> tuple[int, ...]:
-        """The positions of the packed caches that a call has to unpack, among the inputs of Dynamo's graph."""
-        nodes = inputs_to_unpack(self.candidates, self.packed_nodes())
-        inputs = zip(self.placeholders, self.inputs, strict=True)
-        return tuple(known.dynamo_index for node, known in inputs if node in nodes and known.dynamo_index is not None)
 
     def sources(self) -> dict[Node, str]:
         """The user's name of each placeholder."""

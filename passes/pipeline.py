@@ -35,7 +35,7 @@ from kvcompile.passes.prove.cache import ComputedAttention
 from kvcompile.passes.prove.check_divided_heads import check_divided_heads
 from kvcompile.passes.prove.check_shards import check_shards
 from kvcompile.passes.prove.find import CacheFinder
-from kvcompile.passes.prove.formats import choose_formats
+from kvcompile.passes.prove.formats import choose_formats, packed_but_moved
 from kvcompile.passes.prove.fuse_computed import layouts_of_operands
 from kvcompile.passes.prove.settle import settle_sites
 from kvcompile.passes.prove.sites import prove_sites
@@ -120,6 +120,15 @@ def _find_caches(packing: Packing) -> None:
     for place, refusal in packing.refused.items():
         packing.candidates[place].site.refuse(refusal)
     check_divided_heads(packing.candidates, packing.divided)
+
+
+def _choose_formats(packing: Packing) -> None:
+    packed = packing.packed_nodes()
+    choose_formats(packing.candidates, packing.policy, packed)
+    unpacked = packed_but_moved(packing.candidates, packed)
+    inputs = zip(packing.placeholders, packing.inputs, strict=True)
+    found = (known.dynamo_index for node, known in inputs if node in unpacked)
+    packing.unpacked = tuple(index for index in found if index is not None)
 
 
 def _check_shards(packing: Packing) -> None:
@@ -317,7 +326,7 @@ PIPELINE = (
     ),
     Pass(
         "choose_formats",
-        lambda packing: choose_formats(packing.candidates, packing.policy, packing.packed_nodes()),
+        _choose_formats,
         "The caches of accepted sites are proven.",
         "Every proven cache has a layout that can hold it. The graph is unchanged.",
     ),

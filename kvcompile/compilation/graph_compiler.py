@@ -219,7 +219,7 @@ class GraphCompiler:
         """The inputs of Dynamo's graph that calls unpack: none if the code serves other callers, or several ranks."""
         if self.generate_code is not None or self.is_ahead_of_time or self.options.shard is not None:
             return ()
-        return tuple(index for index in packing.inputs_to_unpack() if may_unpack(self.original_inputs[index]))
+        return tuple(index for index in packing.unpacked if may_unpack(self.original_inputs[index]))
 
     def _compile_packed(self) -> Any:
         if self.is_ahead_of_time:

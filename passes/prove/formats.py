@@ -139,21 +139,18 @@ def _cannot_move(cache: Cache, layout: PackedLayout) -> bool:
     return layout.residual is not None and any(change.moves for change in cache.changes)
 
 
-def inputs_to_unpack(candidates: Sequence[Candidate], packed_inputs: Mapping[Node, PackedInput]) -> set[Node]:
-    """The packed caches of fixed size of the sites that are refused because their tokens cannot move.
+def packed_but_moved(candidates: Sequence[Candidate], packed_inputs: Mapping[Node, PackedInput]) -> set[Node]:
+    """The packed inputs of fixed size of the sites whose tokens the graph moves, although a format cannot move them.
 
-    Keys may move although values cannot, but a site is packed as a whole.
+    Values may have a format that can move tokens, but a site is refused as a whole.
     """
-    return {
-        cache.base
+    refused = (
+        candidate
         for candidate in candidates
-        if any(
-            cache.role in candidate.layouts and _cannot_move(cache, candidate.layouts[cache.role])
-            for cache in candidate.caches
-        )
-        for cache in candidate.caches
-        if cache.kind == "static" and cache.base in packed_inputs and packed_inputs[cache.base].is_cache
-    }
+        if candidate.layouts and any(_cannot_move(cache, candidate.layouts[cache.role]) for cache in candidate.caches)
+    )
+    caches = (cache for candidate in refused for cache in candidate.caches)
+    return {cache.base for cache in caches if cache.kind == "static" and cache.base in packed_inputs}
 
 
 def _check_moves(cache: Cache, layout: PackedLayout) -> None:
