@@ -48,16 +48,16 @@ def admit_packed_caches(
     widen_tensor_guards(wideners, "a plain cache, or the same cache after packing")
 
 
-def admit_unpacked_caches(placeholders: Sequence[Node], example_inputs: Sequence[Any], unpacked: Sequence[int]) -> None:
+def admit_unpacked_caches(placeholders: Sequence[Node], unpacked: Sequence[int]) -> None:
     """Let the code that is being compiled run with the caches that its calls unpack.
 
     Args:
-        placeholders, example_inputs: as for :func:`admit_packed_caches`.
-        unpacked: the positions of packed caches among the inputs.
+        placeholders: the inputs of Dynamo's graph.
+        unpacked: the positions of packed caches among them.
     """
     wideners = {}
     for index in unpacked:
-        cache: PackedTensor = example_inputs[index]
+        cache: PackedTensor = placeholders[index].meta["example_value"]  # its sizes may be symbols
         how = InputAction(index, "static", cache.packed_layout, cache.axes)
         wideners[placeholders[index]] = PlainOrPacked(cache, {(): how}).widened
     widen_tensor_guards(wideners, "a packed cache, or the same cache after unpacking")

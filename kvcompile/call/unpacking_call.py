@@ -64,7 +64,9 @@ class UnpackingCall:
                 self._note(f"every step that moves the tokens of {source} quantizes all of them again: {error}")
         if unpacked:
             names = enumerate_modules(unpacked)
-            self._note(f"{names} became plain again: a step moves the tokens of a window, which its format cannot do")
+            self._note(
+                f"{names} became plain caches: a step moves the tokens of a window, and its format cannot move them"
+            )
 
     def _note(self, text: str) -> None:
         if text not in self._noted:

@@ -211,7 +211,7 @@ class GraphCompiler:
         if not places:
             return compiled
         placeholders = self.original.graph.find_nodes(op="placeholder")
-        admit_unpacked_caches(placeholders, self.original_inputs, places)
+        admit_unpacked_caches(placeholders, places)
         caches = {index: source_name(placeholders[index]) for index in places}
         return UnpackingCall(compiled, caches, while_packed).__call__
 

@@ -270,10 +270,10 @@ def test_the_report_says_that_a_window_became_plain(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         layers = filled(function)
         run(function, layers, 3)
-    said = [record.getMessage() for record in caplog.records if "plain again" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "became plain caches" in record.getMessage()]
     assert said == kvcompile.last_report().remarks
     assert len(said) == 1
-    assert said[0].startswith("layers.keys, layers.values became plain again")
+    assert said[0].startswith("layers.keys, layers.values became plain caches: ")
     (site,) = kvcompile.last_report().sites
     assert (site.rewritten, site.caches) == (False, ())
 
