@@ -42,8 +42,7 @@ class Packing:
         stacks: the inputs that were split into their parts.
         divided: the inputs and outputs whose heads got a separate dimension.
         candidates: the sites, in the order of the graph, with their proven caches.
-        unpacked: the inputs of Dynamo's graph that arrive as packed caches whose tokens cannot move, by position; a
-            call can unpack them.
+        unpacked: the packed inputs of Dynamo's graph whose tokens it moves although their formats cannot, by position.
         notes: the role of each node, and its site.
         surroundings: the nodes around each site, before and after the rewrite.
         rewriter: rewrites caches and attention; None until a site is accepted.

@@ -1,4 +1,4 @@
-"""Calling a compiled graph: adopting plain caches, passing packed data, wrapping outputs.
+"""Calling a compiled graph: adopting plain caches, unpacking, passing packed data, wrapping outputs.
 
 This room imports packed, policy, report, passes, kernels and parallel.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 import torch
@@ -72,7 +72,7 @@ def adopt(
             packed = packed_of(plain, layout, axes, growing=growing, num_written=num_written)
             if isinstance(packed, PackedTensor):
                 packed = packed.with_stride(plain.stride())
-    _swap(plain, packed)
+    _swap(plain, packed, packed.__dict__)
     assert isinstance(plain, PackedSubclass)
     return plain
 
@@ -103,7 +103,7 @@ def adopt_stack(
     with _normal_tensors_for(plain):
         stack = PackedStack.from_dense(with_ranges(plain.detach(), num_ranges), parts, stacked_dims, num_written)
         packed = PackedRanges.of(stack) if num_ranges else stack
-    _swap(plain, packed)
+    _swap(plain, packed, packed.__dict__)
     assert isinstance(plain, PackedStack)
     return plain
 
@@ -136,11 +136,7 @@ def unpack(packed: Tensor) -> Tensor:
         plain = torch.empty_strided(packed.shape, packed.stride(), dtype=packed.dtype, device=packed.device)
         plain.copy_(packed.dequantize())
         own = packed.detach().__dict__  # what every packed cache has; the user may have set more
-    plain.__dict__.update({name: value for name, value in packed.__dict__.items() if name not in own})
-    try:
-        torch.utils.swap_tensors(packed, plain)
-    except RuntimeError as error:
-        raise _refusal(packed, str(error), "unpacked") from error
+    _swap(packed, plain, own, "unpacked")
     return packed
 
 
@@ -177,12 +173,13 @@ def _normal_tensors_for(plain: Tensor) -> Iterator[None]:
         yield
 
 
-def _swap(plain: Tensor, packed: Tensor) -> None:
-    packed.__dict__.update({name: value for name, value in plain.__dict__.items() if name not in packed.__dict__})
+def _swap(held: Tensor, new: Tensor, own: Container[str], action: str = "packed") -> None:
+    """Swaps ``new`` into the Python object ``held``, which keeps its attributes except those in ``own``."""
+    new.__dict__.update({name: value for name, value in held.__dict__.items() if name not in own})
     try:
-        torch.utils.swap_tensors(plain, packed)
+        torch.utils.swap_tensors(held, new)
     except RuntimeError as error:
-        raise _refusal(plain, str(error)) from error
+        raise _refusal(held, str(error), action) from error
 
 
 def _refusal(cache: Tensor, reason: str, action: str = "packed") -> AdoptionError:

@@ -37,7 +37,7 @@ class Outcome:
         caches: the caches that a call must pack, with their positions among Dynamo's inputs.
         stacks: the inputs that a call splits, with their positions among Dynamo's inputs.
         sources: the user's name of each cache.
-        unpacked: the inputs of Dynamo's graph that a call must unpack.
+        unpacked: the packed inputs of Dynamo's graph whose tokens it moves although their formats cannot.
         is_recordable_step: whether the graph is a decode step that a CUDA graph could replay, and that runs without one
             now.
     """

@@ -159,7 +159,7 @@ class GraphCompiler:
             self.options.shard, packs_copies=self.generate_code is not None,
         )  # fmt: skip
         # Return a method, because tools such as depyf look for the code object of the returned callable.
-        return self._unpacking(call.__call__, outcome.unpacked)
+        return self._unpacking(call.__call__, self._to_unpack(outcome.unpacked))
 
     def _storable(self, compiled: Any, outcome: Outcome, graph: report.GraphReport) -> StoredCall:
         looks_at_keys = self.options.policy.key_outliers != "ignore"
@@ -190,13 +190,14 @@ class GraphCompiler:
         check_control_flow(self.original, self.original_inputs)
         config = self.options.inductor_config
         if not self.is_ahead_of_time:
-            return self._compile_unpacked(self._unpacked(self.packing) if self.packing is not None else ())
+            return self._compile_unpacked()
         check_storable(is_divided=False)
         with keeping_code():
             return StoredCode(plain.compile_plain(self.original, config, self.original_inputs), config)
 
-    def _compile_unpacked(self, places: Sequence[int]) -> Any:
-        """The plain code for the inputs of a graph after a call has unpacked those at ``places``."""
+    def _compile_unpacked(self) -> Any:
+        """The plain code of a graph, for its inputs after a call has unpacked some of them."""
+        places = self._to_unpack(self.packing.unpacked) if self.packing is not None else ()
         inputs = [self._plain_like(index) if index in places else x for index, x in enumerate(self.original_inputs)]
         compiled = plain.compile_plain(self.original, self.options.inductor_config, inputs)
         return self._unpacking(compiled, places, self._plain_for_any_inputs()) if places else compiled
@@ -215,11 +216,11 @@ class GraphCompiler:
         caches = {index: source_name(placeholders[index]) for index in places}
         return UnpackingCall(compiled, caches, while_packed).__call__
 
-    def _unpacked(self, packing: Packing) -> tuple[int, ...]:
-        """The inputs of Dynamo's graph that calls unpack: none if the code serves other callers, or several ranks."""
+    def _to_unpack(self, places: Sequence[int]) -> Sequence[int]:
+        """The places of the inputs that calls unpack: none if the code serves other callers, or several ranks."""
         if self.generate_code is not None or self.is_ahead_of_time or self.options.shard is not None:
             return ()
-        return tuple(index for index in packing.unpacked if may_unpack(self.original_inputs[index]))
+        return [place for place in places if may_unpack(self.original_inputs[place])]
 
     def _compile_packed(self) -> Any:
         if self.is_ahead_of_time:
@@ -314,7 +315,7 @@ class GraphCompiler:
             caches=without_symbols(caches),
             stacks=stacks,
             sources=tuple(packing.inputs[action.index].source for action in rewritten.inputs),
-            unpacked=self._unpacked(packing),
+            unpacked=packing.unpacked,
             is_recordable_step=is_recordable_step(packing),
         )
 

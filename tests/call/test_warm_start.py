@@ -12,6 +12,8 @@ import pytest
 import torch
 from decode_steps import growing_step, step
 from digest_program import INPUT, SITE, digest, in_this_process, packed_input
+from filling_window import classes, compiled, filled, plain_twin, run
+from filling_window import step as window_step
 from ranks import call_ranks
 from shared_fixtures import with_code_of_operators
 from torch import Tensor, nn
@@ -273,3 +275,18 @@ def test_the_digest_is_the_same_in_every_process(tmp_path: Path) -> None:
     own, own_hash = in_this_process()
     assert hash_of_text != own_hash, "the processes order sets alike"
     assert found == own is not None
+
+
+def test_a_window_is_unpacked_by_stored_code(cache_on_disk: None) -> None:
+    for is_stored in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        with with_code_of_operators():
+            function = compiled("int4")
+            layers = filled(function, has_full_layer=True)
+            expected = plain_twin(layers)
+            for _ in range(2):
+                run(function, layers, 1), run(window_step, expected, 1)
+        assert counters["aot_autograd"]["autograd_cache_hit"] == 3 * is_stored
+        assert classes(layers) == {Tensor}
+        assert all(map(torch.equal, layers.window, expected.window))
