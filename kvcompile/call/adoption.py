@@ -119,7 +119,7 @@ def unpack(packed: Tensor) -> Tensor:
     """Swaps a plain tensor with the dequantized values into the Python object of a packed cache of fixed size.
 
     Afterwards every holder of ``packed`` has a plain tensor of the same shape, strides and dtype, with the attributes
-    that were set on the object. The packed bytes are freed. A live view shows the plain tensor from then on.
+    that were set on the object. The packed bytes are freed. Live views show the plain tensor from then on.
 
     Returns:
         The object ``packed`` itself: now a plain tensor.
@@ -232,10 +232,11 @@ def _why_not_plain(plain: Tensor) -> str | None:
 def _why_not_unpackable(packed: PackedTensor) -> str | None:
     """Why other code would miss the swap of ``packed`` for a plain tensor; None if it is safe.
 
-    A view of a packed cache has the bytes of the cache: the same tensor, or another one on the same storage. A live
-    view has the cache itself instead, so it needs no check.
+    A packed view has the bytes of the cache: the same tensor, or another one on the same storage. A live view has the
+    Python object of the cache instead, which shows the plain values afterwards. But PyTorch cannot swap a tensor while
+    it records a view of it.
     """
-    if num_users(packed.packed) > 1 or is_held_elsewhere(packed, "_packed"):
+    if max(num_users(packed), num_users(packed.packed)) > 1 or is_held_elsewhere(packed, "_packed"):
         return "a view of it, or another tensor on its bytes, is in use"
     if weakref.getweakrefs(packed):
         return "something holds a weak reference to it"

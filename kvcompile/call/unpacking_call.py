@@ -22,9 +22,9 @@ from kvcompile.report.data import enumerate_modules
 class UnpackingCall:
     """The compiled function that Dynamo calls: unpacks some packed caches, then runs the graph.
 
-    A CUDA graph stays valid. The swap comes before the compiled code runs, so the code never sees the packed bytes. It
-    finds the plain tensor at one address in all steps, until a later request packs the cache again. The plain tensor
-    has new memory, so it shares none with another input.
+    The code was compiled for plain inputs that share no memory, and may write them in place. The swap comes first and
+    gives each cache memory of its own, so the code finds what it was compiled for, and its writes reach the cache. A
+    CUDA graph finds the plain tensor at one address in all steps, until another request packs the cache again.
     """
 
     def __init__(

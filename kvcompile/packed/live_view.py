@@ -2,7 +2,8 @@
 
 A live view holds the cache and the view operators, but no values. A read dequantizes the cache and applies the
 operators, so it always returns the current values. A write dequantizes, computes and stores
-(:mod:`kvcompile.packed.in_place`).
+(:mod:`kvcompile.packed.in_place`). All of this also works after the cache has become a plain tensor in place
+(``unpack`` in :mod:`kvcompile.call.adoption`).
 """
 
 from __future__ import annotations
