@@ -35,6 +35,10 @@ needs_levels_in_registers = pytest.mark.skipif(
     reason="Triton 3.8 keeps some values in memory, see docs/compatibility.md",
 )
 
+loads_keys_in_pieces = pytest.mark.skipif(
+    numbers(triton.__version__)[:2] >= (3, 8), reason="with Triton 3.8 and 3.9 a plane of keys is not loaded in pieces"
+)
+
 
 def without_compiling(monkeypatch, *launchers):
     """Only count the kernels of ``launchers``, pairs of a module and the name of a kernel that other tests compile."""
@@ -279,15 +283,29 @@ def test_planes_in_two_pieces_compile_for_all_vectors(head_dim, group_size, atte
     assert len(attending["attention"]) == 1
 
 
-@pytest.mark.skipif(
-    numbers(triton.__version__)[:2] >= (3, 8), reason="with Triton 3.8 and 3.9 keys are loaded as a whole"
-)
+@loads_keys_in_pieces
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_codes_of_three_bits_take_three_quarters_of_the_copies_of_four_bits(attending):
     for name in ("turboquant_3bit", "turboquant_4bit"):
         attend(name, name)
     three, four = (count(main_loop(kernel), r"LDGSTS\S*128") for kernel in attending["attention"])
     assert three == 0.75 * four
+
+
+@loads_keys_in_pieces
+def test_rows_of_3_bit_keys_are_copied_whole(attending):
+    attend("turboquant_3bit", "int3_unrotated")
+    (kernel,) = attending["attention"]
+    copies = [line for line in main_loop(kernel) if "LDGSTS" in line and ".128" in line]
+    offsets = [int(offset, 16) for line in copies for offset in re.findall(r"\.64\+(-?0x[0-9a-f]+)\]", line)]
+    assert copies
+    assert all(offset % 32 == 0 for offset in offsets)  # a second copy of a sector would begin in its middle
+
+
+def test_digits_of_a_query_do_not_pass_through_shared_memory_as_single_bytes(attending):
+    attend("int4_per_token_head", "int4_per_token_head")
+    (kernel,) = attending["attention"]
+    assert not re.findall(r"(?:STS|LDS)\.U8", kernel.asm["sass"])
 
 
 def test_layers_with_different_static_scales_share_their_kernels(counted):
