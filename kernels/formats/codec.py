@@ -36,9 +36,12 @@ class Codec:
         unpack_ptx: PTX that makes fp16 numbers from packed bytes, by the least major compute capability that runs it: a
             text for each way to load a tile (:attr:`~kvcompile.kernels.formats.bit_planes.Packing.pieces_of_tiles`).
         unpack_gains: the ratio of levels to these fp16 numbers, a power of two for each plane; empty if both are equal.
-        nested_ptx: texts like these for nested numbers, see :mod:`kvcompile.kernels.formats.codes_ptx`; None without.
-        planes_above: for each plane, the plane whose nested numbers its own contain, or None; empty without.
-        integers_ptx: texts like these that make 8-bit integers; None if levels are not integers plus an offset.
+        nested_ptx: texts as in ``unpack_ptx`` that make nested numbers, see
+            :mod:`kvcompile.kernels.formats.codes_ptx`; None if the codec has none.
+        planes_above: with ``nested_ptx``, for each plane the plane above it in a byte, whose codes its numbers contain,
+            or None.
+        integers_ptx: texts as in ``unpack_ptx`` that make 8-bit integers; None if levels are not integers plus an
+            offset.
         integer_offset: the level minus this integer.
         interleaved: whether integers come in the order of :func:`kvcompile.kernels.attention.query.interleaved`.
         paired: whether ``encode`` returns pairs of codes.

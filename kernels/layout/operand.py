@@ -92,8 +92,8 @@ class PackedOperand:
         ptx: the major compute capability whose inline PTX can run, or 0.
         unpack_ptx: the codec's PTX texts for that capability; None without them, for products in float32, and if
             columns that share a register need different shifts.
-        planes_above: for each plane, the plane whose numbers its own numbers contain, or None. Only nested numbers
-            contain others, see :mod:`kvcompile.kernels.formats.codes_ptx`.
+        planes_above: for nested numbers (:mod:`kvcompile.kernels.formats.codes_ptx`), for each plane the plane above it
+            in a byte, whose codes its numbers contain; otherwise None for each plane.
         multiplies_integers: whether queries with two columns per row use the codec's ``integers_ptx``.
         query_exponent: ``e`` if queries are scaled so that the largest channel is in ``[2**(e - 1), 2**e)``; keys only.
         residual: exact blocks beside the packed blocks; None without a residual.
@@ -347,7 +347,7 @@ def for_decode(operand: PackedOperand) -> PackedOperand:
 def _nested(operand: PackedOperand) -> PackedOperand:
     """The description of values whose numbers are nested, if the codec has them.
 
-    All planes must have the same weights: a scale for each token, and not for each group. Keys stay as they are: their
+    All planes must have the same weights: a scale for each token, and not for each group. Keys are never nested: their
     planes are multiplied by different channels of the query.
     """
     is_value = operand.column_major and operand.granularity == "token"
