@@ -19,6 +19,7 @@ from kvcompile.kernels.attention.configs import (
     attention_config,
     config_with_factors,
     division_of,
+    exact_programs_of,
     num_splits,
 )
 from kvcompile.kernels.attention.decode import attention_kernel, attention_with_factors_kernel
@@ -155,15 +156,17 @@ class Splits(NamedTuple):
     Attributes:
         packed: splits of the packed tokens. Their outputs are in the stored basis of values.
         tile_tokens: tokens of a tile; 0 if splits do not take turns at tiles.
-        exact: splits of the exact blocks, which come after the packed splits. Their outputs are in the original basis.
-        exact_items: items of exact blocks. They are shared out among the splits before the tiles are.
-        whole_rows: the first query rows, whose tokens are not split.
+        exact: splits of the exact blocks. Their outputs are in the original basis.
+        exact_of_whole: the same of the first ``whole_rows`` query rows.
+        own_items: items of exact blocks that the packed splits share out among themselves before the tiles.
+        whole_rows: the first query rows, whose packed tokens are not split.
     """
 
     packed: int
     tile_tokens: int = 0
     exact: int = 0
-    exact_items: int = 0
+    exact_of_whole: int = 0
+    own_items: int = 0
     whole_rows: int = 0
 
 
@@ -194,8 +197,8 @@ def _merge_splits(
         (partial, lse, lse if sinks is None else sinks.contiguous(), ranges, out, lse if out_lse is None else out_lse),
         (),
         (
-            num_rows, splits.whole_rows, splits.packed, splits.exact, splits.exact_items, num_heads, q_len,
-            splits.tile_tokens,
+            num_rows, splits.whole_rows, splits.packed, splits.exact, splits.exact_of_whole, splits.own_items,
+            num_heads, q_len, splits.tile_tokens,
         ),
         (value, sinks is not None, rows_at_once, splits_at_once, channels, positions, bool(early), out_lse is not None),
         {"num_warps": max(1 if one_split else 4, elements // 2048), **early},  # up to 64 elements per thread
@@ -306,18 +309,25 @@ def _attend_decode(
     rows = group_size * q_len
     float32 = call.query.dtype == torch.float32
     row_tiles = ceil_div(rows, config.rows)
-    num_whole, splits = division_of(config, batch * num_kv_heads, row_tiles, call.kv_len, launcher.num_sms_of(device))
+    num_sms = launcher.num_sms_of(device)
+    num_whole, splits = division_of(config, batch * num_kv_heads, row_tiles, call.kv_len, num_sms)
     num_divided = batch * num_kv_heads // (num_whole + 1)
     num_entries = max(call.key.num_entries, call.value.num_entries)
     items = num_items(num_entries, call.key.block_tokens, config.num_warps)
     exact_key, exact_value = _exact_operands(call.key, call.value, call.query.dtype) if items else (None, None)
-    exact_splits = min(splits, items)
+    exact_programs = exact_programs_of(
+        config, items, batch * num_kv_heads * row_tiles, (num_whole + splits) * num_divided * row_tiles,
+        ceil_div(call.kv_len, config.tokens * (1 if num_whole else splits)), num_sms,
+    )  # fmt: skip
+    exact_splits, exact_of_whole, own_items = exact_programs, exact_programs, 0
+    if exact_programs == 0:
+        exact_splits, exact_of_whole, own_items = min(splits, items), min(1, items), items
     is_partial = splits > 1 or call.value.rotated or with_lse or items > 0
     partial = lse = out
     rows_of_divided = num_divided * rows
     whole_rows = num_whole * rows_of_divided
     if is_partial:
-        outputs = rows_of_divided * (splits + exact_splits) + whole_rows * (1 + min(exact_splits, 1))
+        outputs = rows_of_divided * splits + whole_rows + (rows_of_divided + whole_rows) * exact_splits
         partial = call.query.new_empty((outputs, call.value.head_dim), dtype=torch.float32)
         lse = call.query.new_empty((outputs, 2), dtype=torch.float32)
     launch = launch_attention
@@ -329,25 +339,25 @@ def _attend_decode(
         launch, queries = launch_attention_with_factors, (call.query, paired, factors)
         query_strides, lengths = (call.query.stride(), paired.stride()), (call.kv_len, factors.shape[1])
     launch(
-        (num_divided, row_tiles, num_whole + splits),
+        (num_divided, row_tiles, num_whole + splits + (num_whole + 1) * exact_programs),
         (
             *queries, call.k_data, call.v_data, call.mask, call.query if call.ranges is None else call.ranges,
             partial, lse,
         ),
         (*query_strides, strides_of(call.k_data), strides_of(call.v_data), call.mask_strides),
         (
-            num_kv_heads, q_len, *lengths, num_whole, splits, call.score_scale, call.softcap, call.key_scale,
-            call.value_scale,
+            num_kv_heads, q_len, *lengths, num_whole, splits, exact_programs, call.score_scale, call.softcap,
+            call.key_scale, call.value_scale,
         ),
         (
             call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, _has_mask_per_row(call),
             call.is_causal, is_partial, precision(device), config.rows, config.tokens, config.num_warps,
             config.num_stages, is_partial and bool(launcher.early_start(device)), exact_key, exact_value, items,
-            exact_precision(device, float32=float32),
+            exact_precision(device, float32=float32), config.exact_stages, exact_programs > 0,
         ),
         config.options,
     )  # fmt: skip
-    return partial, lse, Splits(splits, config.tokens, exact_splits, items, whole_rows)
+    return partial, lse, Splits(splits, config.tokens, exact_splits, exact_of_whole, own_items, whole_rows)
 
 
 @functools.cache

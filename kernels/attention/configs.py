@@ -31,6 +31,9 @@ class AttentionConfig:
             multiprocessor has room for at least this many at once.
         least_tiles: the least tiles of a split with which a second warp per scheduler pays. If splits would be shorter,
             there are half as many.
+        spare_programs: programs for which a multiprocessor has room besides ``programs_per_sm``. They may attend to
+            exact blocks.
+        exact_stages: items of exact blocks whose rows are in use or loaded ahead.
     """
 
     rows: int
@@ -40,6 +43,8 @@ class AttentionConfig:
     max_registers: int | None = None
     programs_per_sm: int = 2
     least_tiles: int = 0
+    spare_programs: int = 0
+    exact_stages: int = 1
 
     @functools.cached_property
     def options(self) -> dict[str, int]:
@@ -115,6 +120,18 @@ MOST_ROUNDS = 8
 TILES_OF_ROUND = 8
 """The least tiles of such a split: a program also has to prepare its query, and the splits must be merged."""
 
+SHORT_PROGRAM = 8
+"""A program of packed tokens with fewer tiles is short."""
+ITEMS_OF_PROGRAM, ITEMS_OF_SHORT_PROGRAM = 4, 2
+"""Items of a program that attends to exact blocks alone, if there is room for so many programs.
+
+The second number is for short programs of packed tokens. More items make programs longer, and the merge shorter.
+"""
+TILES_OF_EXACT_ITEM = 4
+"""The least tiles of a program of packed tokens for each item of a program that attends to exact blocks alone."""
+EXACT_STAGES = 2
+"""On Hopper, the items of a program whose rows are in use or loaded ahead."""
+
 PORTABLE = AttentionConfig(8, 64)
 FACTORS = AttentionConfig(8, 64, num_stages=2)
 FACTORS_ROTATED = AttentionConfig(8, 64, num_stages=1, programs_per_sm=4)
@@ -155,10 +172,11 @@ def attention_config(
     if capability == 9 and not float32 and key.tile_bits < 32:  # the rows of Hopper were measured with this rule
         num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
         num_stages, programs = min(config.num_stages, num_tiles), config.programs_per_sm
+        of_program = shared_nbytes + (num_stages - 1) * tile_nbytes + RESERVED_NBYTES
         if any(operand.width != operand.padded_width for operand in (key, value)):  # they were measured without padding
-            of_program = shared_nbytes + (num_stages - 1) * tile_nbytes + RESERVED_NBYTES
             programs = max(1, min(programs, multiprocessor.shared_memory // of_program))
-        return replace(config, num_stages=num_stages, programs_per_sm=programs)
+        config = replace(config, num_stages=num_stages, programs_per_sm=programs)
+        return _with_spare_programs(config, key, value, shared_nbytes, of_program, multiprocessor)
     other_nbytes = shared_nbytes
     # Packed codes become levels in registers. Floats pass through shared memory once more, and so do levels of words,
     # levels of unequal planes without inline PTX, and levels that have been multiplied by scales.
@@ -212,17 +230,42 @@ def config_with_factors(
     return _with_room(config, tile_nbytes, other_nbytes, exact_nbytes, multiprocessor)
 
 
+def _with_spare_programs(
+    config: AttentionConfig,
+    key: PackedOperand,
+    value: PackedOperand,
+    shared_nbytes: int,
+    of_program: int,
+    multiprocessor: Multiprocessor,
+) -> AttentionConfig:
+    """The configuration with stages for exact rows, and with the number of spare programs.
+
+    Args:
+        config, key, value, multiprocessor: as in :func:`attention_config`.
+        shared_nbytes: shared memory of a program besides tiles and rows that are loaded ahead.
+        of_program: shared memory of a program without exact blocks.
+    """
+    if key.num_entries + value.num_entries == 0:
+        return config
+    config = replace(config, exact_stages=EXACT_STAGES)
+    of_program = max(of_program, shared_nbytes + RESERVED_NBYTES + _exact_nbytes(config, key, value, float32=False))
+    room = min(multiprocessor.shared_memory // of_program, _programs_by_registers(config, multiprocessor))
+    return replace(config, spare_programs=max(0, room - config.programs_per_sm))
+
+
 def _exact_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOperand, float32: bool) -> int:
     """Shared memory for the exact rows of all warps, 16 for each warp.
 
-    For products in float32, rows of keys and of values are in shared memory at once; otherwise only one of the two.
-    Rows that are exact for one operand only are decoded to float32 for the other one.
+    For products in float32, rows of keys and of values are in shared memory at once; otherwise only one of the two,
+    and both of each item that is loaded ahead. Rows that are exact for one operand only are decoded to float32 for the
+    other one.
     """
     rows = 16 * config.num_warps
     if float32:
         return rows * 4 * (key.padded_head_dim + value.padded_head_dim)
     itemsize = 2 if key.num_entries == value.num_entries else 4
-    return rows * itemsize * max(key.padded_head_dim, value.padded_head_dim)
+    ahead = 2 * (config.exact_stages - 1) * (key.padded_head_dim + value.padded_head_dim)
+    return rows * (itemsize * max(key.padded_head_dim, value.padded_head_dim) + ahead)
 
 
 def _tile_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOperand, least_bits: int) -> int:
@@ -427,6 +470,41 @@ def division_of(config: AttentionConfig, num_heads: int, row_tiles: int, kv_len:
     splits = _splits_in_rounds(max(1, ceil_div(kv_len, config.tokens)))
     shares = range(programs // room, 0, -1) if splits > 1 else [1]
     return Division(next(count for count in shares if num_heads % count == 0) - 1, splits)
+
+
+def exact_programs_of(
+    config: AttentionConfig, items: int, num_heads: int, packed_programs: int, tiles: int, num_sms: int
+) -> int:
+    """The number of programs that attend to the exact blocks of a KV head, and to nothing else.
+
+    They should end before the programs of packed tokens. If every scheduler has one warp of packed tokens, there is at
+    most one such program for each multiprocessor. A GPU then still divides the other programs evenly among its
+    multiprocessors: an H200, with 132 multiprocessors, gives none of them more than 4 of the first 512 programs of a
+    grid of 640. Of the first 512 programs of a grid of 704, 8 multiprocessors get 5, and take longer than all others.
+
+    Args:
+        config: the configuration of the kernel.
+        items: items of the exact blocks of a KV head, see :func:`kvcompile.kernels.attention.exact_blocks.num_items`.
+        num_heads: KV heads of all sequences times tiles of query rows.
+        packed_programs: programs of packed tokens.
+        tiles: the most tiles of such a program.
+        num_sms: streaming multiprocessors of the device.
+
+    Returns:
+        0 if the programs of packed tokens attend to exact blocks after their tiles.
+    """
+    if items == 0 or config.spare_programs == 0:
+        return 0
+    if tiles < SHORT_PROGRAM:
+        return max(1, min(ceil_div(items, ITEMS_OF_SHORT_PROGRAM), config.spare_programs * num_sms // num_heads))
+    programs = ceil_div(items, ITEMS_OF_PROGRAM)
+    if config.num_warps * config.programs_per_sm > 4:
+        programs = min(programs, ceil_div(2 * num_sms, num_heads))
+    elif packed_programs > config.programs_per_sm * num_sms:
+        programs = 1
+    else:
+        programs = min(programs, ((config.programs_per_sm + 1) * num_sms - packed_programs) // num_heads)
+    return programs if programs > 0 and TILES_OF_EXACT_ITEM * ceil_div(items, programs) <= tiles else 0
 
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:

@@ -28,8 +28,8 @@ heads than programs run at once, only the last KV heads are divided, see
 :func:`kvcompile.kernels.attention.configs.division_of`.
 Splits take turns at the visible tiles: split ``s`` takes the tiles ``s``, ``s + num_splits``, and so on. All splits
 have work even if only a part of the cache is visible. :mod:`kvcompile.kernels.attention.splits` merges their outputs.
-If the caches have exact blocks, the splits also take turns at these blocks, see
-:mod:`kvcompile.kernels.attention.exact_blocks`. A program attends to them last: tags and rows arrive in the meantime.
+If the caches have exact blocks, other programs attend to them, or the splits take turns at them after their tiles, see
+:mod:`kvcompile.kernels.attention.exact_blocks`.
 
 A separate kernel multiplies pre-RoPE keys by key factors (:mod:`kvcompile.kernels.spec.key_factors`). Both kernels
 share all functions, and the kernel without key factors compiles as if the other did not exist.
@@ -47,12 +47,13 @@ from __future__ import annotations
 from kvcompile.compat.triton_names import gdc_launch_dependents
 from kvcompile.kernels.attention.exact_blocks import (
     attend_to_exact_blocks,
+    hold_different_blocks,
     is_packed,
     own_turn,
     own_turns,
-    packed_range,
     prefetch_item,
     tags_of,
+    without_exact_blocks,
 )
 from kvcompile.kernels.attention.key_factors import load_paired_rows, query_with_pairs, scores_with_factors
 from kvcompile.kernels.attention.query import load_query_rows, query_of, rows_of_program
@@ -71,22 +72,24 @@ from kvcompile.kernels.tiles.header import block_ptr
 from kvcompile.kernels.tiles.packed import load_packed, prefetch
 
 
-@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_whole", "num_splits"])
+@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_whole", "num_splits", "exact_programs"])
 def attention_kernel(
     query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
     query_strides, key_strides, value_strides, mask_strides,
-    num_kv_heads, q_len, kv_len, num_whole, num_splits, score_scale, softcap, key_scale, value_scale,
+    num_kv_heads, q_len, kv_len, num_whole, num_splits, exact_programs, score_scale, softcap, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, MERGES_EARLY: tl.constexpr,
     EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, EXACT_ITEMS: tl.constexpr, EXACT_PRECISION: tl.constexpr,
+    EXACT_STAGES: tl.constexpr, EXACT_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS query rows of one KV head, and all tokens or one split of them.
 
     Grid (num_divided, rows, num_whole + num_splits), where ``num_divided`` is the number of KV heads of all sequences
     divided by ``1 + num_whole``. The last ``num_divided`` KV heads have ``num_splits`` splits. The tokens of all
-    earlier ones are not split, and these programs start first.
+    earlier ones are not split, and these programs start first. ``(1 + num_whole) * exact_programs`` programs that
+    attend to exact blocks follow in the third dimension.
 
     Args:
         query_ptr: [batch, num_heads, q_len, head_dim], strides (batch, head, position, channel).
@@ -108,25 +111,31 @@ def attention_kernel(
             starts early: its programs fill the device in one wave, and the last programs of the previous kernel
             would leave no room for all of them.
         EXACT_ITEMS: the number of items of exact blocks, 0 if there are no entries. Otherwise PARTIAL must be set.
+        EXACT_STAGES: items whose rows are loaded ahead or in use at once.
+        EXACT_PROGRAMS: whether ``exact_programs``, the programs of a KV head that attend to exact blocks alone, is not
+            0. These programs take turns at the items. Otherwise the splits of packed tokens do so.
     """
     _attend(
         None, query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr, query_strides, key_strides,
-        value_strides, mask_strides, num_kv_heads, q_len, kv_len, num_whole, num_splits, score_scale, softcap,
-        key_scale, value_scale, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION,
-        ROWS, TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION, False,
+        value_strides, mask_strides, num_kv_heads, q_len, kv_len, num_whole, num_splits, exact_programs, score_scale,
+        softcap, key_scale, value_scale, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL,
+        PRECISION, ROWS, TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS,
+        EXACT_PRECISION, EXACT_STAGES, EXACT_PROGRAMS, False,
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_factors", "num_whole", "num_splits"])
+@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_factors", "num_whole", "num_splits", "exact_programs"])
 def attention_with_factors_kernel(
     query_ptr, paired_ptr, factors_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
     query_strides, paired_strides, key_strides, value_strides, mask_strides,
-    num_kv_heads, q_len, kv_len, num_factors, num_whole, num_splits, score_scale, softcap, key_scale, value_scale,
+    num_kv_heads, q_len, kv_len, num_factors, num_whole, num_splits, exact_programs, score_scale, softcap, key_scale,
+    value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, MERGES_EARLY: tl.constexpr,
     EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, EXACT_ITEMS: tl.constexpr, EXACT_PRECISION: tl.constexpr,
+    EXACT_STAGES: tl.constexpr, EXACT_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """:func:`attention_kernel` for keys that are multiplied by factors (:mod:`kvcompile.kernels.spec.key_factors`).
 
@@ -142,9 +151,9 @@ def attention_with_factors_kernel(
     _attend(
         factors, query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr,
         out_ptr, lse_ptr, query_strides, key_strides, value_strides, mask_strides, num_kv_heads, q_len, kv_len,
-        num_whole, num_splits, score_scale, softcap, key_scale,
-        value_scale, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS,
-        TOKENS, NUM_WARPS, NUM_STAGES, MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION, True,
+        num_whole, num_splits, exact_programs, score_scale, softcap, key_scale, value_scale, KEY, VALUE, GROUP_SIZE,
+        HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, TOKENS, NUM_WARPS, NUM_STAGES,
+        MERGES_EARLY, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, EXACT_PRECISION, EXACT_STAGES, EXACT_PROGRAMS, True,
     )  # fmt: skip
 
 
@@ -152,66 +161,114 @@ def attention_with_factors_kernel(
 def _attend(
     factors, query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
     query_strides, key_strides, value_strides, mask_strides,
-    num_kv_heads, q_len, kv_len, num_whole, num_splits, score_scale, softcap, key_scale, value_scale,
+    num_kv_heads, q_len, kv_len, num_whole, num_splits, exact_programs, score_scale, softcap, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, MERGES_EARLY: tl.constexpr,
     EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, EXACT_ITEMS: tl.constexpr, EXACT_PRECISION: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
+    EXACT_STAGES: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """:func:`attention_kernel`. If HAS_FACTORS, ``factors`` is the argument of
     :func:`kvcompile.kernels.attention.key_factors.load_paired_rows`, otherwise None.
     """
     if MERGES_EARLY:
         gdc_launch_dependents()
-    number = tl.program_id(0) + tl.minimum(tl.program_id(2), num_whole) * tl.num_programs(0)  # of the KV head
+    arguments = (
+        num_kv_heads, q_len, kv_len, query_ptr, query_strides, key_ptr, key_strides, value_ptr, value_strides, mask_ptr,
+        mask_strides, range_ptr,
+    )  # fmt: skip
+    rows_of_heads = tl.num_programs(0).to(tl.int64) * GROUP_SIZE * q_len  # query rows of num_divided KV heads
+    outputs = (
+        out_ptr, lse_ptr, rows_of_heads, rows_of_heads * (num_whole + num_splits), rows_of_heads * (num_whole + 1),
+    )  # fmt: skip
+    scales = score_scale, softcap, key_scale, value_scale
+    index = tl.program_id(2)
+    attends_to_exact = EXACT_PROGRAMS and index >= num_whole + num_splits
+    if not attends_to_exact:
+        number = tl.program_id(0) + tl.minimum(index, num_whole) * tl.num_programs(0)
+        program, caches = _program_of(number, arguments, KEY, VALUE, ROWS)
+        _attend_to_packed(
+            program, factors, caches, outputs, scales, tl.maximum(index - num_whole, 0),
+            tl.where(index < num_whole, 1, num_splits), KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW,
+            IS_CAUSAL, PARTIAL, PRECISION, ROWS, TOKENS, NUM_WARPS, NUM_STAGES, EXACT_KEY, EXACT_VALUE,
+            0 if EXACT_PROGRAMS else EXACT_ITEMS, EXACT_PRECISION, EXACT_STAGES, HAS_FACTORS,
+        )  # fmt: skip
+    elif EXACT_PROGRAMS:
+        index -= num_whole + num_splits
+        number = tl.program_id(0) + index // exact_programs * tl.num_programs(0)
+        program, caches = _program_of(number, arguments, KEY, VALUE, ROWS)
+        apart = hold_different_blocks(tags_of(caches[0], KEY), tags_of(caches[1], VALUE), KEY, VALUE)
+        attend_to_exact_blocks(
+            program, factors, caches, outputs, scales, apart, index % exact_programs, exact_programs, KEY, VALUE,
+            EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL,
+            EXACT_PRECISION, EXACT_STAGES, ROWS, NUM_WARPS, HAS_FACTORS,
+        )  # fmt: skip
+
+
+@jit
+def _program_of(number, arguments, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr):
+    """The arguments ``program`` and ``caches`` of the functions of a program for the KV head ``number``."""
+    (
+        num_kv_heads, q_len, kv_len, query_ptr, query_strides, key_ptr, key_strides, value_ptr, value_strides, mask_ptr,
+        mask_strides, range_ptr,
+    ) = arguments  # fmt: skip
     batch = (number // num_kv_heads).to(tl.int64)
     kv_head = (number % num_kv_heads).to(tl.int64)
-    split = tl.maximum(tl.program_id(2) - num_whole, 0)
-    num_splits = tl.where(tl.program_id(2) < num_whole, 1, num_splits)
     # The last tile of rows comes first, because it takes longest under a causal mask.
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     key_ptr = referred(key_ptr, KEY) + batch * key_strides[1] + kv_head * key_strides[2]
     value_ptr = referred(value_ptr, VALUE) + batch * value_strides[1] + kv_head * value_strides[2]
-
     program = (
         first_row, batch, kv_head, num_kv_heads, q_len, kv_len, query_ptr, query_strides, mask_ptr, mask_strides,
         range_ptr,
     )  # fmt: skip
+    return program, (key_ptr, value_ptr, key_strides[0], value_strides[0])
 
+
+@jit
+def _attend_to_packed(
+    program, factors, caches, outputs, scales, split, num_splits,
+    KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, OWN_ITEMS: tl.constexpr, EXACT_PRECISION: tl.constexpr,
+    EXACT_STAGES: tl.constexpr, HAS_FACTORS: tl.constexpr,
+):  # fmt: skip
+    """The program of a split of packed tokens. It also attends to OWN_ITEMS items of exact blocks, in turns."""
+    key_ptr, value_ptr, stride_key_block, stride_value_block = caches
+    score_scale, softcap, key_scale, value_scale = scales
+    kv_len = program[5]
     # The ranges of visible tokens, the query and the tags are needed first, and are loaded first.
     position, head, in_query, query_ptrs, tokens, _ = rows_of_program(program, GROUP_SIZE, MASK, IS_CAUSAL, ROWS)
-    q = load_query_rows(query_ptrs, in_query, query_strides[3], KEY)
+    q = load_query_rows(query_ptrs, in_query, program[7][3], KEY)
     if HAS_FACTORS:
         paired = load_paired_rows(factors, program, head, position, in_query, KEY)
-    begin, end, all_begin, all_end = tokens
-    if EXACT_ITEMS > 0:
+    if OWN_ITEMS > 0 and split < OWN_ITEMS:
+        prefetch_item(key_ptr, value_ptr, stride_key_block, stride_value_block, split, KEY, VALUE, NUM_WARPS)
+    if KEY.num_entries + VALUE.num_entries > 0:
         key_tags, value_tags = tags_of(key_ptr, KEY), tags_of(value_ptr, VALUE)
-        if split < EXACT_ITEMS:
-            prefetch_item(key_ptr, value_ptr, key_strides[0], value_strides[0], split, KEY, VALUE, NUM_WARPS)
+        tokens, apart = without_exact_blocks(tokens, key_tags, value_tags, KEY, VALUE)
+    begin, end, all_begin, all_end = tokens
 
     first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)  # the visible tiles
-    turns = own_turns(split, num_splits, end_tile - first_tile, EXACT_ITEMS)
+    turns = own_turns(split, num_splits, end_tile - first_tile, OWN_ITEMS)
     own_tiles = turns[0]
     if own_tiles > 0:
         # Prefetch the first tile while the query is rotated and scaled.
-        tile = first_tile + own_turn(turns, 0, split, num_splits, EXACT_ITEMS)
+        tile = first_tile + own_turn(turns, 0, split, num_splits, OWN_ITEMS)
         first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
         tokens_left = kv_len - tile * TOKENS
-        prefetch(block_ptr(key_ptr, key_strides[0], first_block, KEY), key_strides[0], tokens_left, KEY, TOKENS)
+        prefetch(block_ptr(key_ptr, stride_key_block, first_block, KEY), stride_key_block, tokens_left, KEY, TOKENS)
         prefetch(
-            block_ptr(value_ptr, value_strides[0], first_block, VALUE), value_strides[0], tokens_left, VALUE, TOKENS
+            block_ptr(value_ptr, stride_value_block, first_block, VALUE), stride_value_block, tokens_left, VALUE, TOKENS
         )
-    if EXACT_ITEMS > 0:
-        # A tile with a block that may be exact does not count as whole.
-        packed_begin, packed_end = packed_range(key_tags, value_tags, KEY, VALUE)
-        all_begin, all_end = tl.maximum(all_begin, packed_begin), tl.minimum(all_end, packed_end)
 
-    out_row = out_rows(program, head, position, split, num_whole, GROUP_SIZE, PARTIAL, EXACT_ITEMS > 0)
+    out_row = out_rows(program, head, position, split, outputs[2], GROUP_SIZE, PARTIAL)
     # In a long static cache with few tokens most splits have no tile.
     if MASK == "bool" and PARTIAL and own_tiles <= 0:
-        store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
+        store_nothing(outputs[0], outputs[1], out_row, in_query, VALUE)
     else:
         if HAS_FACTORS:
             query = query_with_pairs(q, paired, score_scale * key_scale, KEY)
@@ -219,20 +276,19 @@ def _attend(
             query = query_of(q, score_scale * key_scale, KEY)
         state = empty_state(ROWS, NUM_WARPS, VALUE)
         for own_tile in tl.range(0, tl.maximum(own_tiles, 0), num_stages=NUM_STAGES):
-            tile = first_tile + own_turn(turns, own_tile, split, num_splits, EXACT_ITEMS)
+            tile = first_tile + own_turn(turns, own_tile, split, num_splits, OWN_ITEMS)
             is_whole = (tile * TOKENS >= all_begin) & ((tile + 1) * TOKENS <= all_end)
             state = _attend_to_tile(
-                state, query, tile, is_whole, end, key_ptr, value_ptr, key_strides[0], value_strides[0], softcap,
+                state, query, tile, is_whole, end, key_ptr, value_ptr, stride_key_block, stride_value_block, softcap,
                 program, factors, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, ROWS,
                 TOKENS, NUM_WARPS, HAS_FACTORS,
             )  # fmt: skip
-        store_output(state, out_ptr, lse_ptr, out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
-    if EXACT_ITEMS > 0 and split < EXACT_ITEMS:
-        caches = key_ptr, value_ptr, key_strides[0], value_strides[0]
+        store_output(state, outputs[0], outputs[1], out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
+    if OWN_ITEMS > 0 and split < OWN_ITEMS:
         attend_to_exact_blocks(
-            program, factors, caches, (out_ptr, lse_ptr, num_whole), (score_scale, softcap, key_scale, value_scale),
-            split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK,
-            MASK_PER_ROW, IS_CAUSAL, PARTIAL, EXACT_PRECISION, ROWS, NUM_WARPS, HAS_FACTORS,
+            program, factors, caches, outputs, scales, apart, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE,
+            OWN_ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, EXACT_PRECISION, EXACT_STAGES, ROWS,
+            NUM_WARPS, HAS_FACTORS,
         )  # fmt: skip
 
 

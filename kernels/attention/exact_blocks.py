@@ -1,12 +1,15 @@
 """Attention to the exact blocks in the header of a packed cache.
 
-The loop over tiles of packed tokens hides exact blocks. A program attends to exact blocks after that loop, in a
-separate softmax. The kernel that merges the splits adds the result. Exact rows are in the original basis, and so are
-the query and the output here. They need no rotation.
+The loop over tiles of packed tokens skips or hides exact blocks. They have a separate softmax, whose result the kernel
+that merges the splits adds. Exact rows are in the original basis, and so are the query and the output here. They need
+no rotation.
 
-Work is shared out in *items*, which are runs of rows of one entry. The splits take turns at the items. Splits with one
-item fewer than the others take more tiles of packed tokens (:func:`own_turns`), so all splits have equal work. A
-program prefetches the rows of its first item when it starts, before it knows which block the entry holds.
+Work is divided into *items*, which are runs of rows of one entry. If a multiprocessor has room for more programs, the
+last programs of the grid take turns at the items and do nothing else
+(:func:`kvcompile.kernels.attention.configs.exact_programs_of`). Otherwise the splits of packed tokens take turns at the
+items after their tiles. A split with one item fewer than the others then takes more tiles (:func:`own_turns`), so all
+splits have equal work. It prefetches the rows of its first item when it starts, before it knows which block the entry
+holds.
 
 A block may be exact for keys only, or for values only. The rows of the other operand are then decoded. If keys and
 values have the same number of entries, this is rare: their blocks differ only if keys and values were written to
@@ -16,7 +19,7 @@ different tokens. Decoding takes many instructions, and is therefore a separate 
 from __future__ import annotations
 
 from kvcompile.kernels.attention.key_factors import load_paired_rows, products_with_factors, query_with_pairs
-from kvcompile.kernels.attention.query import first_columns, load_query_rows, query_of, rows_of_program
+from kvcompile.kernels.attention.query import first_columns, load_query_columns, load_query_rows, rows_of_program
 from kvcompile.kernels.attention.softmax_tile import (
     accumulate,
     capped,
@@ -26,14 +29,13 @@ from kvcompile.kernels.attention.softmax_tile import (
     visible_scores,
     weigh,
 )
-from kvcompile.kernels.attention.splits import out_rows, store_output
+from kvcompile.kernels.attention.splits import exact_rows, store_output
 from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows, prefetch_rows, tag_ptrs
 from kvcompile.kernels.tiles.rows import decode_rows
 
 NO_BLOCK = constant(1 << 24)
 """A block beyond every cache: its tokens have positions that int32 can hold."""
-
 
 TILES_OF_ITEM = constant(3)
 """An item takes a program as long as this number of tiles, because the program waits for memory and for code."""
@@ -91,11 +93,46 @@ def tags_of(header_ptr, OPERAND: tl.constexpr):
 
 
 @jit
-def packed_range(key_tags, value_tags, KEY: tl.constexpr, VALUE: tl.constexpr):
-    """Tokens [begin, end) between the sinks and the first recent block that is exact for keys or values."""
-    first_recent = tl.minimum(_first_recent_block(key_tags, KEY), _first_recent_block(value_tags, VALUE))
+def without_exact_blocks(tokens, key_tags, value_tags, KEY: tl.constexpr, VALUE: tl.constexpr):
+    """The visible tokens without the exact blocks at both ends.
+
+    If keys and values have the same exact blocks, the loop over packed tokens skips the first blocks once all their
+    entries are filled, and the last blocks if all of them up to the last visible one are exact. It hides all other
+    exact blocks.
+
+    Args:
+        tokens: the ranges of :func:`kvcompile.kernels.tiles.visible_range.visible_tokens`.
+        key_tags, value_tags: the results of :func:`tags_of`.
+
+    Returns:
+        tokens: the ranges of the loop. The second one has only tokens that are exact for neither keys nor values.
+        apart: the result of :func:`hold_different_blocks`.
+    """
+    begin, end, all_begin, all_end = tokens
+    BLOCK: tl.constexpr = KEY.block_tokens
     SINKS: tl.constexpr = max(_num_sinks(KEY), _num_sinks(VALUE))
-    return SINKS * KEY.block_tokens, first_recent * KEY.block_tokens
+    first_recent = tl.minimum(_first_recent_block(key_tags, KEY), _first_recent_block(value_tags, VALUE))
+    apart = hold_different_blocks(key_tags, value_tags, KEY, VALUE)
+    if have_same_entries(KEY, VALUE):
+        entry, end_block = tl.arange(0, key_tags.shape[0]), tl.cdiv(end, BLOCK)
+        num_sinks = tl.sum(((entry < SINKS) & (key_tags > 0)).to(tl.int32), 0)
+        num_recent = tl.sum(((entry >= SINKS) & (key_tags > 0) & (key_tags <= end_block)).to(tl.int32), 0)
+        skips_first = (apart == 0) & (num_sinks == SINKS)
+        skips_last = (apart == 0) & (num_recent > 0) & (num_recent == end_block - first_recent)
+        begin = tl.where(skips_first, tl.maximum(begin, SINKS * BLOCK), begin)
+        end = tl.where(skips_last, tl.minimum(end, first_recent * BLOCK), end)
+    all_begin = tl.maximum(all_begin, SINKS * BLOCK)
+    all_end = tl.minimum(all_end, first_recent * BLOCK)
+    return (begin, end, all_begin, all_end), apart
+
+
+@jit
+def hold_different_blocks(key_tags, value_tags, KEY: tl.constexpr, VALUE: tl.constexpr):
+    """Whether some entry holds one block for keys and another one for values; False if their entries differ."""
+    apart = False
+    if have_same_entries(KEY, VALUE):
+        apart = tl.max((key_tags != value_tags).to(tl.int32), 0) != 0
+    return apart
 
 
 @jit
@@ -137,15 +174,15 @@ def prefetch_item(
 
 @jit
 def attend_to_exact_blocks(
-    program, key_factors, caches, outputs, factors, split, num_splits,
+    program, key_factors, caches, outputs, factors, apart, split, num_splits,
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, ROWS: tl.constexpr,
     NUM_WARPS: tl.constexpr, HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the items ``split``, ``split + num_splits``, ... of the ITEMS items, and store the output.
 
-    Query and tags are loaded again, so that the loop over tiles before it need not keep them in registers.
+    The query and the ranges are loaded again, so that a loop over tiles before it need not keep them in registers.
 
     Args:
         program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
@@ -153,99 +190,130 @@ def attend_to_exact_blocks(
             :func:`kvcompile.kernels.attention.key_factors.load_paired_rows`; otherwise None.
         caches: (key_ptr, value_ptr, stride_key_block, stride_value_block): the headers of both caches of a head, and
             the bytes from one block to the next.
-        outputs: (out_ptr, lse_ptr, num_whole).
+        outputs: (out_ptr, lse_ptr, rows_of_split, first_exact_row, num_rows), see
+            :func:`kvcompile.kernels.attention.splits.out_rows` and
+            :func:`kvcompile.kernels.attention.splits.exact_rows`.
         factors: (score_scale, softcap, key_scale, value_scale).
+        apart: the result of :func:`hold_different_blocks`.
         EXACT_KEY, EXACT_VALUE: descriptions of vectors in bfloat16 or float32. Products of tf32 are exact for the rows
             and queries of a half-precision model, and round softmax weights as fp16 does.
     """
-    SAME_ENTRIES: tl.constexpr = _have_same_entries(KEY, VALUE)
-    if SAME_ENTRIES and _hold_different_blocks(caches[0], caches[1], KEY, VALUE):
-        _attend_apart(
+    SAME_ENTRIES: tl.constexpr = have_same_entries(KEY, VALUE)
+    if SAME_ENTRIES and apart:
+        _attend_in_function(
             program, key_factors, caches, outputs, factors, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE,
-            ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS, False,
-            HAS_FACTORS,
+            ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, NUM_STAGES, ROWS, NUM_WARPS,
+            False, HAS_FACTORS,
         )  # fmt: skip
     else:
         _attend_here(
             program, key_factors, caches, outputs, factors, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE,
-            ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS,
+            ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, NUM_STAGES, ROWS, NUM_WARPS,
             SAME_ENTRIES, HAS_FACTORS,
         )  # fmt: skip
-
-
-@jit
-def _hold_different_blocks(key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.constexpr):
-    """Whether some entry holds one block for keys and another one for values."""
-    different = tags_of(key_ptr, KEY) != tags_of(value_ptr, VALUE)
-    return tl.max(different.to(tl.int32), 0) != 0
 
 
 def _attend_to_items(
     program, key_factors, caches, outputs, factors, split, num_splits,
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, ROWS: tl.constexpr,
     NUM_WARPS: tl.constexpr, SAME_BLOCKS: tl.constexpr, HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`attend_to_exact_blocks`. With SAME_BLOCKS every entry holds the same block for keys and for values.
-
-    An item has the rows of the block that the entry holds for keys. If the entry holds another block for values, and no
-    entry holds that block for keys, the item has its rows, too.
-    """
-    key_ptr, value_ptr, stride_key_block, stride_value_block = caches
+    """:func:`attend_to_exact_blocks`. With SAME_BLOCKS every entry holds the same block for keys and for values."""
     score_scale, softcap, key_scale, value_scale = factors
     position, head, in_query, query_ptrs, tokens, visibility = rows_of_program(
         program, GROUP_SIZE, MASK, IS_CAUSAL, ROWS
     )
-    visible_len = tokens[1]
-    q = load_query_rows(query_ptrs, in_query, program[7][3], EXACT_KEY)
-    TOKENS: tl.constexpr = 16 * NUM_WARPS
-    RUNS: tl.constexpr = KEY.block_tokens // TOKENS
-    HOLDERS: tl.constexpr = 1 if SAME_BLOCKS else 2
     if HAS_FACTORS:
+        q = load_query_rows(query_ptrs, in_query, program[7][3], EXACT_KEY)
         paired = load_paired_rows(key_factors, program, head, position, in_query, EXACT_KEY)
         query = query_with_pairs(q, paired, score_scale, EXACT_KEY)
     else:
-        query = query_of(q, score_scale, EXACT_KEY)
-    state = empty_state(query[1].shape[0], NUM_WARPS, EXACT_VALUE)
-    for item in range(split, ITEMS, num_splits):
-        entry, first_row = item // RUNS, item % RUNS * TOKENS
-        key_tag, value_tag = _tag(key_ptr, entry, KEY), _tag(value_ptr, entry, VALUE)
-        for holder in range(HOLDERS):
-            block, key_exact, value_exact = _block_of(holder, key_tag, value_tag, key_ptr, value_ptr, KEY, VALUE)
-            if (block >= 0) & (block * KEY.block_tokens < visible_len):
-                values = _rows(
-                    value_ptr, stride_value_block, block, first_row, value_exact, value_scale, VALUE, EXACT_VALUE,
-                    TOKENS, SAME_BLOCKS,
-                )  # fmt: skip
-                keys = _rows(
-                    key_ptr, stride_key_block, block, first_row, key_exact, key_scale, KEY, EXACT_KEY, TOKENS,
-                    SAME_BLOCKS,
-                )  # fmt: skip
-                token = block * KEY.block_tokens + first_row + tl.arange(0, TOKENS)
-                in_cache = token < visible_len
-                if HAS_FACTORS:
-                    scores = products_with_factors((keys,), query, key_factors, token, program[5], EXACT_KEY, PRECISION)
-                else:
-                    scores = products_of((keys,), query[0], EXACT_KEY, PRECISION)
-                    scores = first_columns(scores, query[1].shape[0]) * query[1][None, :]
-                if HAS_SOFTCAP:
-                    scores = capped(scores, softcap)
-                scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
-                unused = tl.full([TOKENS], 1.0, tl.float32)
-                maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
-                    state, scores, unused, unused, EXACT_KEY, EXACT_VALUE, MASK == "float", NUM_WARPS
-                )
-                levels = levels_of_tokens((tl.trans(values),), in_cache)
-                accs = accumulate(state[4], levels, weight, decay, EXACT_VALUE, PRECISION)
-                state = (maximum, scale_maximum, p_sum, zero_sum, accs)
-    out_row = out_rows(program, head, position, num_splits + split, outputs[2], GROUP_SIZE, PARTIAL, True)
-    store_output(state, outputs[0], outputs[1], out_row, in_query, 1.0, EXACT_VALUE, MASK == "float", PARTIAL)
+        query = load_query_columns(program, GROUP_SIZE, ROWS, EXACT_KEY)
+    state = empty_state(ROWS, NUM_WARPS, EXACT_VALUE)
+    TOKENS: tl.constexpr = 16 * NUM_WARPS
+    RUNS: tl.constexpr = KEY.block_tokens // TOKENS
+    key_ptr, value_ptr, stride_key_block, stride_value_block = caches
+    if SAME_BLOCKS:
+        # Rows are loaded ahead. All items take the same code: the tokens of an empty entry are hidden.
+        for item in tl.range(split, ITEMS, num_splits, num_stages=NUM_STAGES):
+            entry, first_row = item // RUNS, item % RUNS * TOKENS
+            keys = load_rows(key_ptr, stride_key_block, entry, first_row, KEY, TOKENS).to(EXACT_KEY.dtype)
+            values = load_rows(value_ptr, stride_value_block, entry, first_row, VALUE, TOKENS).to(EXACT_VALUE.dtype)
+            first_token = (tl.load(tag_ptrs(key_ptr, entry)) - 1) * KEY.block_tokens + first_row
+            state = _attend_to_rows(
+                state, query, keys, values, first_token, program, key_factors, tokens, visibility, score_scale, softcap,
+                EXACT_KEY, EXACT_VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, ROWS, NUM_WARPS,
+                HAS_FACTORS,
+            )  # fmt: skip
+    else:
+        # An item has the rows of the block that the entry holds for keys. If the entry holds another block for values,
+        # and no entry holds that block for keys, the item has its rows, too.
+        for item in range(split, ITEMS, num_splits):
+            entry, first_row = item // RUNS, item % RUNS * TOKENS
+            key_tag, value_tag = _tag(key_ptr, entry, KEY), _tag(value_ptr, entry, VALUE)
+            for holder in range(2):
+                block, key_exact, value_exact = _block_of(holder, key_tag, value_tag, key_ptr, value_ptr, KEY, VALUE)
+                if (block >= 0) & (block * KEY.block_tokens < tokens[1]):
+                    values = _rows(
+                        value_ptr, stride_value_block, block, first_row, value_exact, value_scale, VALUE, EXACT_VALUE,
+                        TOKENS,
+                    )  # fmt: skip
+                    keys = _rows(
+                        key_ptr, stride_key_block, block, first_row, key_exact, key_scale, KEY, EXACT_KEY, TOKENS
+                    )
+                    first_token = block * KEY.block_tokens + first_row
+                    state = _attend_to_rows(
+                        state, query, keys, values, first_token, program, key_factors, tokens, visibility, score_scale,
+                        softcap, EXACT_KEY, EXACT_VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, ROWS,
+                        NUM_WARPS, HAS_FACTORS,
+                    )  # fmt: skip
+    out_row = exact_rows(program, head, position, split, outputs, GROUP_SIZE)
+    store_output(state, outputs[0], outputs[1], out_row, in_query, 1.0, EXACT_VALUE, MASK == "float", True)
 
 
 _attend_here = jit(_attend_to_items)
-_attend_apart = jit(noinline=True)(_attend_to_items)
+_attend_in_function = jit(noinline=True)(_attend_to_items)
 """A separate function in the machine code: entries rarely hold different blocks, and decoding is long code."""
+
+
+@jit
+def _attend_to_rows(
+    state, query, keys, values, first_token, program, key_factors, tokens, visibility, score_scale, softcap,
+    EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+):  # fmt: skip
+    """The state of a softmax over exact tokens after more tokens.
+
+    Args:
+        query: columns, or with HAS_FACTORS the result of
+            :func:`kvcompile.kernels.attention.key_factors.query_with_pairs`.
+        keys, values: [tokens, padded_head_dim].
+        first_token: the position of the first token, negative for an empty entry.
+        tokens, visibility: results of :func:`kvcompile.kernels.attention.query.rows_of_program`.
+    """
+    TOKENS: tl.constexpr = keys.shape[0]
+    token = first_token + tl.arange(0, TOKENS)
+    if HAS_FACTORS:
+        scores = products_with_factors((keys,), query, key_factors, token, program[5], EXACT_KEY, PRECISION)
+    else:
+        scores = first_columns(products_of((keys,), (query,), EXACT_KEY, PRECISION), ROWS) * score_scale
+    if HAS_SOFTCAP:
+        scores = capped(scores, softcap)
+    in_cache = (token >= 0) & (token < tokens[1])
+    is_whole = (first_token >= tokens[2]) & (first_token + TOKENS <= tokens[3])
+    levels = (tl.trans(values),)
+    if not is_whole:
+        scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
+        levels = levels_of_tokens(levels, in_cache)
+    unused = tl.full([TOKENS], 1.0, tl.float32)
+    maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
+        state, scores, unused, unused, EXACT_KEY, EXACT_VALUE, MASK == "float", NUM_WARPS
+    )
+    accs = accumulate(state[4], levels, weight, decay, EXACT_VALUE, PRECISION)
+    return maximum, scale_maximum, p_sum, zero_sum, accs
 
 
 @jit
@@ -259,7 +327,7 @@ def _block_of(holder, key_tag, value_tag, key_ptr, value_ptr, KEY: tl.constexpr,
         The block, and whether it is exact for keys and for values.
     """
     tag = tl.where(holder == 0, key_tag, value_tag)
-    if _have_same_entries(KEY, VALUE):
+    if have_same_entries(KEY, VALUE):
         key_exact, value_exact = key_tag == tag, value_tag == tag
     else:
         block = tl.maximum(tag - 1, 0)
@@ -269,7 +337,7 @@ def _block_of(holder, key_tag, value_tag, key_ptr, value_ptr, KEY: tl.constexpr,
 
 
 @constexpr_function
-def _have_same_entries(key, value):
+def have_same_entries(key, value):
     """Whether each block has the same entry for keys and for values."""
     return (
         min(key.num_entries, value.num_entries) > 0
@@ -290,16 +358,14 @@ def _tag(header_ptr, entry, OPERAND: tl.constexpr):
 @jit
 def _rows(
     header_ptr, stride_block, block, first_row, exact, static_scale,
-    OPERAND: tl.constexpr, EXACT: tl.constexpr, TOKENS: tl.constexpr, IS_EXACT: tl.constexpr,
+    OPERAND: tl.constexpr, EXACT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """The vectors of TOKENS tokens of a block from ``first_row`` on, [TOKENS, padded_head_dim] in EXACT.dtype.
 
-    Args:
-        exact: whether an entry holds the block.
-        IS_EXACT: whether this is known at compile time.
+    ``exact`` is whether an entry holds the block.
     """
     packed_ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
-    if IS_EXACT or (OPERAND.num_entries > 0 and exact):
+    if OPERAND.num_entries > 0 and exact:
         entry = entry_of(block, OPERAND)
         x = load_rows(header_ptr, stride_block, entry, first_row, OPERAND, TOKENS).to(EXACT.dtype)
     else:

@@ -48,13 +48,9 @@ def rows_of_program(
         visibility: the argument of :func:`kvcompile.kernels.attention.softmax_tile.visible_scores`.
     """
     (
-        first_row, batch, kv_head, _, q_len, kv_len, query_ptr, query_strides, mask_ptr, mask_strides, range_ptr,
+        first_row, batch, kv_head, _, q_len, kv_len, _, _, mask_ptr, mask_strides, range_ptr,
     ) = program  # fmt: skip
-    row = first_row + tl.arange(0, ROWS)
-    position = (row // GROUP_SIZE).to(tl.int64)
-    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-    in_query = position < q_len
-    query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
+    position, head, in_query, query_ptrs = _rows(program, first_row + tl.arange(0, ROWS), GROUP_SIZE)
     tokens, ranges = visible_tokens(
         first_row, in_query, range_ptr + (batch * q_len + position) * 3, q_len, kv_len, GROUP_SIZE, MASK, IS_CAUSAL,
         ROWS,
@@ -64,6 +60,27 @@ def rows_of_program(
     mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # the same for all rows, without MASK_PER_ROW
     visibility = (position, in_query, ranges[0], ranges[1], ranges[2], mask_ptr, mask_row_ptrs, mask_strides[3])
     return position, head, in_query, query_ptrs, tokens, visibility
+
+
+@jit
+def _rows(program, row, GROUP_SIZE: tl.constexpr):
+    """The position and the query head of each ``row``, whether the row exists, and pointers to the rows."""
+    _, batch, kv_head, _, q_len, _, query_ptr, query_strides, _, _, _ = program
+    position = (row // GROUP_SIZE).to(tl.int64)
+    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+    query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
+    return position, head, position < q_len, query_ptrs
+
+
+@jit
+def load_query_columns(program, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr):
+    """Load the query rows of a program as columns, [padded_head_dim, columns] in KEY.dtype, see :func:`columns_of`."""
+    COLUMNS: tl.constexpr = max(8, ROWS)
+    row = program[0] + tl.arange(0, COLUMNS) // (COLUMNS // ROWS)
+    _, _, in_query, query_ptrs = _rows(program, row, GROUP_SIZE)
+    channel = tl.arange(0, KEY.padded_head_dim)[:, None]
+    in_bounds = in_query[None, :] & (channel < KEY.head_dim)
+    return tl.load(query_ptrs[None, :] + channel * program[7][3], mask=in_bounds, other=0.0).to(KEY.dtype)
 
 
 @jit

@@ -15,26 +15,31 @@ from kvcompile.kernels.tiles.visible_range import num_visible_tiles
 
 
 @jit
-def out_rows(
-    program, head, position, split, num_whole, GROUP_SIZE: tl.constexpr, PARTIAL: tl.constexpr, HAS_EXACT: tl.constexpr
-):  # fmt: skip
-    """The rows of the output that belong to the query rows, [ROWS].
+def out_rows(program, head, position, split, rows_of_split, GROUP_SIZE: tl.constexpr, PARTIAL: tl.constexpr):
+    """The rows of the output of a split of packed tokens that belong to the query rows, [ROWS].
 
     Args:
         program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
-        split: the number of the output: first the splits of packed tokens, then the splits of exact blocks.
-        num_whole: an argument of the kernel.
-        HAS_EXACT: whether there are splits of exact blocks.
+        rows_of_split: the number of query rows whose tokens are split.
     """
     batch, num_kv_heads, q_len = program[1], program[3], program[4]
     row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
     if PARTIAL:
-        # The first output of all rows, the second of whole KV heads, then the second and further ones of the others.
-        later = split.to(tl.int64)
-        if HAS_EXACT:
-            later += tl.minimum(later, 1) * num_whole
-        row += later * tl.num_programs(0) * GROUP_SIZE * q_len
+        # The first output of all rows, then further ones of the rows whose tokens are split, which come last.
+        row += split.to(tl.int64) * rows_of_split
     return row
+
+
+@jit
+def exact_rows(program, head, position, split, outputs, GROUP_SIZE: tl.constexpr):
+    """The rows of the output of a split of exact blocks. They follow all outputs of packed tokens.
+
+    Args:
+        outputs: (out_ptr, lse_ptr, rows_of_split, first_exact_row, num_rows). The last two are the number of outputs of
+            packed tokens and the number of query rows.
+    """
+    row = out_rows(program, head, position, split, 0, GROUP_SIZE, False)
+    return outputs[3] + split.to(tl.int64) * outputs[4] + row
 
 
 @jit
@@ -77,12 +82,13 @@ def store_output(
 
 @jit(
     do_not_specialize=[
-        "num_rows", "whole_rows", "num_splits", "exact_splits", "exact_items", "num_heads", "q_len", "tile_tokens",
+        "num_rows", "whole_rows", "num_splits", "exact_splits", "exact_of_whole", "own_items", "num_heads", "q_len",
+        "tile_tokens",
     ]
 )  # fmt: skip
 def combine_kernel(
     partial_ptr, lse_ptr, sinks_ptr, range_ptr, out_ptr, out_lse_ptr,
-    num_rows, whole_rows, num_splits, exact_splits, exact_items, num_heads, q_len, tile_tokens,
+    num_rows, whole_rows, num_splits, exact_splits, exact_of_whole, own_items, num_heads, q_len, tile_tokens,
     VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHANNELS: tl.constexpr,
     POSITIONS: tl.constexpr, STARTS_EARLY: tl.constexpr, WITH_LSE: tl.constexpr,
 ):  # fmt: skip
@@ -92,16 +98,16 @@ def combine_kernel(
 
     Args:
         partial_ptr: float32 [outputs, head_dim], in the order of :func:`out_rows`. Rows are [batch, num_heads, q_len].
-            The outputs of the last ``exact_splits`` splits of a row are in the original basis.
+            Outputs of exact blocks, in the order of :func:`exact_rows`, are in the original basis.
         lse_ptr: float32 [outputs, 2], in units of log2: the largest score, -inf for a split that saw no token; and the
             log of the sum of exponentials relative to the largest score.
         sinks_ptr: with HAS_SINKS [num_heads], any float dtype: a further score of each row of a head, with a value of
             zero.
         range_ptr: if POSITIONS is not 0, the ranges of the decode kernel. In a long cache with few visible tokens only
             the first splits have a tile, and only they are merged.
-        whole_rows: the first rows, which have one split instead of ``num_splits`` and at most one of ``exact_splits``;
-            a multiple of ROWS.
-        exact_items: EXACT_ITEMS of the decode kernel, at which the splits take turns.
+        whole_rows: the first rows, which have one split instead of ``num_splits``; a multiple of ROWS.
+        exact_splits, exact_of_whole: splits of the exact blocks, and the same of the first ``whole_rows`` rows.
+        own_items: the items of exact blocks at which the splits of packed tokens take turns.
         out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw no token.
         out_lse_ptr: with WITH_LSE float32 [num_rows, 2], the log-sum-exp of all splits, in the form of ``lse_ptr``.
         tile_tokens: tokens of a tile of the decode kernel.
@@ -110,16 +116,16 @@ def combine_kernel(
         POSITIONS: 0 without ranges; otherwise at least ``q_len``, and the ROWS rows are of one sequence.
         STARTS_EARLY: whether the kernel may start before the kernel that computes the splits has ended.
     """
-    later_rows = num_rows - whole_rows, tl.where(exact_splits > 0, whole_rows, 0)
+    later_rows = num_rows - whole_rows
+    first_exact_row = later_rows.to(tl.int64) * num_splits + whole_rows
     if tl.program_id(0) * ROWS < whole_rows:
-        num_splits = 1
-        exact_splits = tl.minimum(exact_splits, 1)
+        num_splits, exact_splits = 1, exact_of_whole
     merged_splits = num_splits
     if POSITIONS > 0:
         # Ranges may be read before the wait: they existed before the kernel that computes the splits started.
         sequence = (tl.program_id(0) * ROWS // (num_heads * q_len)).to(tl.int64)
         tiles = num_visible_tiles(range_ptr + sequence * q_len * 3, q_len, tile_tokens, POSITIONS)
-        merged_splits = tl.minimum(num_splits, tiles + exact_items)
+        merged_splits = tl.minimum(num_splits, tiles + own_items)
     if STARTS_EARLY:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -133,7 +139,7 @@ def combine_kernel(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     state = (maximum, total, tl.full([ROWS, CHANNELS], 0.0, tl.float32))
     state = _add_splits(
-        state, partial_ptr, lse_ptr, row, channel, num_rows, later_rows, 0, merged_splits, VALUE, SPLITS
+        state, partial_ptr, lse_ptr, row, channel, num_rows, 0, later_rows, merged_splits, VALUE, SPLITS
     )
     maximum, total, acc = state
     if VALUE.rotated:
@@ -141,9 +147,8 @@ def combine_kernel(
         acc = unrotate(acc, VALUE)
     state = (maximum, total, acc)
     state = _add_splits(
-        state, partial_ptr, lse_ptr, row, channel, num_rows, later_rows, num_splits, num_splits + exact_splits, VALUE,
-        SPLITS,
-    )  # fmt: skip
+        state, partial_ptr, lse_ptr, row, channel, num_rows, first_exact_row, num_rows, exact_splits, VALUE, SPLITS
+    )
     maximum, total, acc = state
     if WITH_LSE:
         store_log_sum(out_lse_ptr, row, maximum, tl.log2(total), total > 0, row < num_rows)
@@ -154,19 +159,19 @@ def combine_kernel(
 
 @jit
 def _add_splits(
-    state, partial_ptr, lse_ptr, row, channel, num_rows, later_rows, first_split, end_split,
+    state, partial_ptr, lse_ptr, row, channel, num_rows, first_row, rows_of_split, num_splits,
     VALUE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The state (maximum, total, acc) of :func:`combine_kernel` after the splits from first_split to end_split.
+    """The state (maximum, total, acc) of :func:`combine_kernel` after ``num_splits`` more outputs of each row.
 
-    ``later_rows`` are the distance of a row's outputs, and the additional distance of the first two.
+    The first output of row 0 is at ``first_row``; the outputs of a row are ``rows_of_split`` rows apart.
     """
     maximum, total, acc = state
     in_head = (channel < VALUE.head_dim)[None, :]
-    for first in range(first_split, end_split, SPLITS):
+    for first in range(0, num_splits, SPLITS):
         split = first + tl.arange(0, SPLITS)[None, :]
-        in_bounds = (split < end_split) & (row < num_rows)[:, None]
-        index = split.to(tl.int64) * later_rows[0] + tl.minimum(split, 1) * later_rows[1] + row[:, None]
+        in_bounds = (split < num_splits) & (row < num_rows)[:, None]
+        index = first_row + split.to(tl.int64) * rows_of_split + row[:, None]
         largest = tl.load(lse_ptr + 2 * index, mask=in_bounds, other=float("-inf"))
         total_log2 = tl.load(lse_ptr + 2 * index + 1, mask=in_bounds, other=0.0)
         partial_ptrs = partial_ptr + index[:, :, None] * VALUE.head_dim + channel[None, None, :]

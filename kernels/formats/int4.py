@@ -71,7 +71,7 @@ class AsymmetricInt(Format):
         constants = SimpleNamespace(max_code=float(self.max_code), saturation=SATURATION)
         tiles = self.packing.pieces_of_tiles
         unpack_ptx, (gains, *_) = zip(*(halves_of_codes(bits, pieces) for pieces in tiles), strict=True)
-        nested_ptx, _ = zip(*(halves_of_codes(bits, pieces, nested=True) for pieces in tiles), strict=True)
+        nested_ptx = tuple(halves_of_codes(bits, pieces, nested=True)[0] for pieces in tiles)
         integers_ptx = (integers_of_nibbles(),) if bits == 4 else None
         self.codec = Codec(
             _encode, _levels, {0: unpack_ptx}, gains, nested_ptx, planes_above(bits), integers_ptx, constants=constants

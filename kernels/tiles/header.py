@@ -53,9 +53,12 @@ def is_exact(header_ptr, block, OPERAND: tl.constexpr):
 @jit
 def row_ptrs(header_ptr, stride_block, entry, first_row, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
     """Pointers to TOKENS tokens of an entry, from ``first_row`` on, [TOKENS], with elements of the residual's dtype."""
+    ROWS_BYTES: tl.constexpr = OPERAND.residual.rows_per_block * OPERAND.residual.row_bytes
     row = 1 + entry * OPERAND.block_tokens + first_row + tl.arange(0, TOKENS)
-    block, row = row // OPERAND.residual.rows_per_block, row % OPERAND.residual.rows_per_block
-    ptrs = header_ptr + block.to(tl.int64) * stride_block + row * OPERAND.residual.row_bytes
+    # The bytes of all rows before, and of the gap after the rows of each block before. Remainders would take twice as
+    # many instructions.
+    gaps = (row // OPERAND.residual.rows_per_block).to(tl.int64) * (stride_block - ROWS_BYTES)
+    ptrs = header_ptr + gaps + row.to(tl.int64) * OPERAND.residual.row_bytes
     return ptrs.to(tl.pointer_type(OPERAND.residual.dtype))
 
 

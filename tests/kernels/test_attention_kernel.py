@@ -12,7 +12,14 @@ pytest.importorskip("triton")
 from formats_of_every_kind import BY_TOKEN, SHAPES, in_turn
 
 from kvcompile.kernels import launch
-from kvcompile.kernels.attention.configs import AttentionConfig, Division, attention_config, division_of, num_splits
+from kvcompile.kernels.attention.configs import (
+    AttentionConfig,
+    Division,
+    attention_config,
+    division_of,
+    exact_programs_of,
+    num_splits,
+)
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.layout.operand import packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -335,6 +342,12 @@ def test_splits_behind_the_visible_tokens_are_not_merged(device, monkeypatch):
 ONE, SINK, BOTH = "[recent=1,sinks=0,bfloat16]", "[recent=0,sinks=1,bfloat16]", "[recent=2,sinks=1,bfloat16]"
 
 
+@pytest.fixture(params=[0, 1, 3])
+def exact_programs(request, monkeypatch):
+    """The programs of a KV head that attend to exact blocks alone; with 0 the programs of packed tokens do so."""
+    monkeypatch.setattr(launch, "exact_programs_of", lambda config, items, *sizes: min(items, request.param))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -345,7 +358,7 @@ ONE, SINK, BOTH = "[recent=1,sinks=0,bfloat16]", "[recent=0,sinks=1,bfloat16]", 
     ],
 )
 @pytest.mark.parametrize("division", [Division(2, 1), Division(1, 3), Division(2, 5), Division(5, 2), Division(5, 20)])
-def test_heads_with_and_without_splits_share_a_launch(key, value, division, device, monkeypatch):
+def test_heads_with_and_without_splits_share_a_launch(key, value, division, device, monkeypatch, exact_programs):
     """Programs of heads without splits, of splits, and of the merge, with several tiles of rows in the second case."""
     monkeypatch.setattr(launch, "division_of", lambda *arguments: division)
     monkeypatch.setattr(launch, "MANY_ROWS", 16 if division.num_splits < 5 else 2048)
@@ -386,7 +399,7 @@ def hide_packed_form(case):
         ("int3_unrotated" + SINK, "int3_unrotated" + ONE, 64),
     ],
 )
-def test_exact_blocks_are_read_in_full_precision(key, value, kv_len, device):
+def test_exact_blocks_are_read_in_full_precision(key, value, kv_len, device, exact_programs):
     case = Case(device, key, value, kv_len=kv_len, dtype=torch.float16)
     hide_packed_form(case)
     case.check()
@@ -413,7 +426,7 @@ def test_scales_per_channel_keep_their_precision(key, spread, key_bias, device):
 
 
 @pytest.mark.parametrize("q_len", [1, 3, 100])
-def test_masks_hide_exact_tokens_as_all_others(q_len, device):
+def test_masks_hide_exact_tokens_as_all_others(q_len, device, exact_programs):
     case = Case(device, "int4_per_channel" + BOTH, "bfloat16" + ONE, q_len=q_len, kv_len=220, group_size=1)
     hide_packed_form(case)
     if q_len == 100:
@@ -425,21 +438,47 @@ def test_masks_hide_exact_tokens_as_all_others(q_len, device):
 
 
 @pytest.mark.parametrize("kv_len", [1, 70, 130])
-def test_a_shorter_cache_does_not_see_the_entries_of_later_blocks(kv_len, device):
-    case = Case(device, "int4_per_channel" + BOTH, "int4_unrotated" + ONE, kv_len=310)
+@pytest.mark.parametrize("value", ["int4_unrotated" + ONE, "int4_unrotated" + BOTH])
+def test_a_shorter_cache_does_not_see_the_entries_of_later_blocks(kv_len, value, device, exact_programs):
+    case = Case(device, "int4_per_channel" + BOTH, value, kv_len=310)
     case.kv_len = kv_len
     case.check()
 
 
 @pytest.mark.parametrize("num_sms", [1, 3])
-def test_exact_blocks_far_apart_are_shared_out_among_the_splits(num_sms, device, monkeypatch):
+@pytest.mark.parametrize("value", ["int4_per_token_head" + ONE, "int4_unrotated" + BOTH])
+def test_exact_blocks_far_apart_are_shared_out_among_the_splits(num_sms, value, device, monkeypatch, exact_programs):
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: num_sms)
-    case = Case(device, "int4_per_channel" + BOTH, "int4_per_token_head" + ONE, kv_len=450)
+    case = Case(device, "int4_per_channel" + BOTH, value, kv_len=450)
     x = torch.randn(1, 1, 2, 64, generator=torch.Generator().manual_seed(8))
     for data, layout in zip(case.data, case.layouts, strict=True):
         write_tokens_(data, layout, x, torch.tensor([200, 400]))  # the blocks written last are exact
     hide_packed_form(case)
     case.check()
+
+
+@pytest.mark.parametrize("is_key", [True, False])
+def test_a_block_written_to_keys_alone_or_to_values_alone_is_decoded_for_the_other(is_key, device, exact_programs):
+    case = Case(device, INT8 + BOTH, "int4_per_token_head" + BOTH, batch=2, num_kv_heads=2, kv_len=450)
+    x = torch.randn(2, 2, 1, 64, generator=torch.Generator().manual_seed(8))
+    write_tokens_(case.data[1 - is_key], case.layouts[1 - is_key], x, torch.tensor([200]))
+    hide_packed_form(case)
+    case.check()
+    case.check(torch.arange(450) < 330)
+
+
+@pytest.mark.parametrize("lengths", [[0, 64, 65], [127, 128, 129], [191, 192, 193], [1, 300, 450]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sequences_of_every_length_see_their_exact_blocks(lengths, dtype, device, exact_programs):
+    """The loop over packed tokens skips exact blocks at both ends, and hides those beyond an exact block."""
+    case = Case(device, INT8 + BOTH, "int3_unrotated" + BOTH, batch=3, kv_len=450, dtype=dtype)
+    hide_packed_form(case)
+    case.check((torch.arange(450) < torch.tensor(lengths)[:, None])[:, None, None])
+    for kv_len in lengths[1:]:
+        case = Case(device, INT8 + BOTH, "int3_unrotated" + BOTH, kv_len=kv_len, dtype=dtype)
+        hide_packed_form(case)
+        case.check()
+        case.check(torch.arange(kv_len) >= kv_len // 2)
 
 
 def assert_a_nan_spoils_its_own_head_only(case, bad, position):
@@ -588,6 +627,32 @@ def test_one_round_of_several_is_split(num_heads, row_tiles, kv_len, division):
 def test_short_splits_run_with_one_warp_per_scheduler(programs, kv_len, splits):
     config = AttentionConfig(8, 64, programs_per_sm=2, least_tiles=32)
     assert num_splits(config, programs, kv_len, 132) == splits
+
+
+ONE_WARP = AttentionConfig(4, 64, num_warps=1, programs_per_sm=4, spare_programs=4)
+TWO_WARPS = dataclasses.replace(ONE_WARP, programs_per_sm=8, spare_programs=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "items", "num_heads", "packed_programs", "tiles", "programs"),
+    [
+        pytest.param(ONE_WARP, 0, 64, 512, 64, 0, id="no exact blocks"),
+        pytest.param(dataclasses.replace(ONE_WARP, spare_programs=0), 12, 64, 512, 64, 0, id="no room"),
+        pytest.param(ONE_WARP, 12, 8, 528, 31, 3, id="four items for each program"),
+        pytest.param(ONE_WARP, 12, 64, 512, 64, 2, id="at most one program for each multiprocessor"),
+        pytest.param(ONE_WARP, 12, 512, 512, 128, 0, id="no room for a program of each head"),
+        pytest.param(ONE_WARP, 136, 64, 512, 64, 0, id="programs that would end after those of packed tokens"),
+        pytest.param(ONE_WARP, 12, 1896, 2000, 128, 1, id="programs that do not run at once"),
+        pytest.param(ONE_WARP, 12, 64, 512, 2, 6, id="two items for each program beside short programs"),
+        pytest.param(ONE_WARP, 12, 2000, 2000, 2, 1, id="many short programs"),
+        pytest.param(TWO_WARPS, 12, 64, 1024, 32, 3, id="two warps for each scheduler: four items for each program"),
+        pytest.param(TWO_WARPS, 12, 512, 1024, 64, 1, id="two warps for each scheduler: many heads"),
+    ],
+)
+def test_programs_of_exact_blocks_end_before_those_of_packed_tokens(
+    config, items, num_heads, packed_programs, tiles, programs
+):
+    assert exact_programs_of(config, items, num_heads, packed_programs, tiles, 132) == programs
 
 
 @pytest.mark.gpu
