@@ -23,7 +23,6 @@ AXIS_NAMES = {"b": "sequences", "h": "heads", "t": "tokens", "d": "channels"}
 """The dimensions of a cache, in words."""
 
 _KEY = "kvcompile_source"
-_KEYWORD = re.compile(r"\bL\['kwargs'\]\['(\w+)'\]")
 _VARIABLE = re.compile(r"\b[LG]\['(\w+)'\]")
 _MEMBER = re.compile(r"\._(?:modules|buffers|parameters)\['(\w+)'\]|\.__dict__\['(\w+)'\]")
 _UNNAMED = re.compile(r"\b[LG]\['(?:__|\.)")
@@ -50,12 +49,11 @@ def input_name(placeholder: Node) -> str:
 def in_words(source: str) -> str | None:
     """The name in the user's code of an input that Dynamo calls ``source``; None if it has no name there.
 
-    ``L['self']._modules['layers']._modules['0'].keys`` becomes ``self.layers[0].keys``, and an argument in ``kwargs`` is
-    named by its keyword: ``L['kwargs']['past_key_values'].layers[0].keys`` becomes ``past_key_values.layers[0].keys``.
+    ``L['self']._modules['layers']._modules['0'].keys`` becomes ``self.layers[0].keys``.
     """
     if _UNNAMED.search(source):
         return None
-    return _MEMBER.sub(_member, _VARIABLE.sub(r"\1", _KEYWORD.sub(r"\1", source)))
+    return _MEMBER.sub(_member, _VARIABLE.sub(r"\1", source))
 
 
 def _member(match: re.Match[str]) -> str:

@@ -352,7 +352,6 @@ def test_a_cache_that_has_a_name_behind_a_graph_break_keeps_it() -> None:
         ("L['self']._modules['layers']._modules['10']._buffers['keys']", "self.layers[10].keys"),
         ("G['CACHE'][1]", "CACHE[1]"),
         ("L['args'][0]['keys']", "args[0]['keys']"),
-        ("L['kwargs']['past_key_values'].layers[0].keys", "past_key_values.layers[0].keys"),
         ("L['___stack0'][0]", None),
     ],
 )
