@@ -120,6 +120,8 @@ MOST_ROUNDS = 8
 TILES_OF_ROUND = 8
 """The least tiles of such a split: a program also has to prepare its query, and the splits must be merged."""
 
+SCHEDULERS = 4
+"""Schedulers of a multiprocessor."""
 SHORT_PROGRAM = 8
 """A program of packed tokens with fewer tiles is short."""
 ITEMS_OF_PROGRAM, ITEMS_OF_SHORT_PROGRAM = 4, 2
@@ -256,9 +258,9 @@ def _with_spare_programs(
 def _exact_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOperand, float32: bool) -> int:
     """Shared memory for the exact rows of all warps, 16 for each warp.
 
-    For products in float32, rows of keys and of values are in shared memory at once; otherwise only one of the two,
-    and both of each item that is loaded ahead. Rows that are exact for one operand only are decoded to float32 for the
-    other one.
+    For products in float32, rows of keys and of values are in shared memory at once; otherwise only one of the two. The
+    rows of items that are loaded ahead are there, too. Rows that are exact for one operand only are decoded to float32
+    for the other one.
     """
     rows = 16 * config.num_warps
     if float32:
@@ -479,8 +481,8 @@ def exact_programs_of(
 
     They should end before the programs of packed tokens. If every scheduler has one warp of packed tokens, there is at
     most one such program for each multiprocessor. A GPU then still divides the other programs evenly among its
-    multiprocessors: an H200, with 132 multiprocessors, gives none of them more than 4 of the first 512 programs of a
-    grid of 640. Of the first 512 programs of a grid of 704, 8 multiprocessors get 5, and take longer than all others.
+    multiprocessors. An H200 has 132 of them: in a grid of 640 programs, none gets more than 4 of the first 512. In a
+    grid of 704 programs, 8 multiprocessors get 5 of the first 512, and end last.
 
     Args:
         config: the configuration of the kernel.
@@ -498,7 +500,7 @@ def exact_programs_of(
     if tiles < SHORT_PROGRAM:
         return max(1, min(ceil_div(items, ITEMS_OF_SHORT_PROGRAM), config.spare_programs * num_sms // num_heads))
     programs = ceil_div(items, ITEMS_OF_PROGRAM)
-    if config.num_warps * config.programs_per_sm > 4:
+    if config.num_warps * config.programs_per_sm > SCHEDULERS:
         programs = min(programs, ceil_div(2 * num_sms, num_heads))
     elif packed_programs > config.programs_per_sm * num_sms:
         programs = 1

@@ -111,7 +111,7 @@ def attention_kernel(
             starts early: its programs fill the device in one wave, and the last programs of the previous kernel
             would leave no room for all of them.
         EXACT_ITEMS: the number of items of exact blocks, 0 if there are no entries. Otherwise PARTIAL must be set.
-        EXACT_STAGES: items whose rows are loaded ahead or in use at once.
+        EXACT_STAGES: items whose rows are in use or loaded ahead.
         EXACT_PROGRAMS: whether ``exact_programs``, the programs of a KV head that attend to exact blocks alone, is not
             0. These programs take turns at the items. Otherwise the splits of packed tokens do so.
     """
@@ -208,7 +208,9 @@ def _attend(
 
 @jit
 def _program_of(number, arguments, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr):
-    """The arguments ``program`` and ``caches`` of the functions of a program for the KV head ``number``."""
+    """The tuples ``program`` and ``caches`` of the KV head ``number``, see
+    :func:`kvcompile.kernels.attention.exact_blocks.attend_to_exact_blocks`.
+    """
     (
         num_kv_heads, q_len, kv_len, query_ptr, query_strides, key_ptr, key_strides, value_ptr, value_strides, mask_ptr,
         mask_strides, range_ptr,
@@ -236,7 +238,11 @@ def _attend_to_packed(
     EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, OWN_ITEMS: tl.constexpr, EXACT_PRECISION: tl.constexpr,
     EXACT_STAGES: tl.constexpr, HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """The program of a split of packed tokens. It also attends to OWN_ITEMS items of exact blocks, in turns."""
+    """Attend to the packed tokens of a split, and store the output.
+
+    The splits also take turns at OWN_ITEMS items of exact blocks. The arguments are the same as in
+    :func:`kvcompile.kernels.attention.exact_blocks.attend_to_exact_blocks`, where ``scales`` are ``factors``.
+    """
     key_ptr, value_ptr, stride_key_block, stride_value_block = caches
     score_scale, softcap, key_scale, value_scale = scales
     kv_len = program[5]
