@@ -8,7 +8,7 @@ The baseline is the fastest of the cuDNN, flash and memory-efficient backends of
 without a mask, on an unexpanded cache. For every format without a residual, it then measures the cost of masks: a
 mostly empty static cache with a bool mask, compared with an unmasked cache of only the visible tokens. Every result is
 first compared with the plain-PyTorch specification. ``--programs-per-sm`` adds rows for numbers of programs per
-multiprocessor that :mod:`kvcompile.kernels.attention.configs` does not have.
+multiprocessor that :mod:`kvcompile.kernels.attention.tuned` does not have.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from kvcompile.benching.workloads import (
     time_sdpa,
 )
 from kvcompile.kernels import launch, ops
-from kvcompile.kernels.attention.configs import AttentionConfig, Division, division_of
+from kvcompile.kernels.attention.divisions import Division, division_of
+from kvcompile.kernels.attention.tuned import AttentionConfig
 from kvcompile.passes.site import FormatPair
 
 SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072", "8,32/8,128,1024")]

@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.attention.call import AttentionCall
-from kvcompile.kernels.attention.configs import (
-    AttentionConfig,
-    attention_config,
-    config_with_factors,
-    division_of,
-    exact_programs_of,
-    num_splits,
-)
+from kvcompile.kernels.attention.configs import attention_config, config_with_factors
 from kvcompile.kernels.attention.decode import attention_kernel, attention_with_factors_kernel
+from kvcompile.kernels.attention.divisions import division_of, exact_programs_of, num_splits
 from kvcompile.kernels.attention.exact_blocks import num_items
 from kvcompile.kernels.attention.launch_prefill import attend_prefill, dequantize_pairs, is_prefill
 from kvcompile.kernels.attention.splits import combine_kernel
+from kvcompile.kernels.attention.tuned import AttentionConfig
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import Launcher, ceil_div, exact_precision, precision
 from kvcompile.kernels.lang.triton import tl, triton
@@ -269,7 +264,7 @@ def _decode_config(call: AttentionCall) -> AttentionConfig | None:
     device, rows = call.query.device, call.group_size * call.query.shape[2]
     return attention_config(
         launcher.capability_of(device), launcher.multiprocessor_of(device), call.key, call.value, rows,
-        _has_mask_per_row(call), call.query.dtype == torch.float32,
+        call.mask_kind if _has_mask_per_row(call) else "none", call.query.dtype == torch.float32,
     )  # fmt: skip
 
 

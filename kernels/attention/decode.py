@@ -25,7 +25,7 @@ an integer query (:mod:`kvcompile.kernels.attention.query`).
 
 The tokens of a KV head are divided among splits, so that all programs of the device have work. If there are more KV
 heads than programs run at once, only the last KV heads are divided, see
-:func:`kvcompile.kernels.attention.configs.division_of`.
+:func:`kvcompile.kernels.attention.divisions.division_of`.
 Splits take turns at the visible tiles: split ``s`` takes the tiles ``s``, ``s + num_splits``, and so on. All splits
 have work even if only a part of the cache is visible. :mod:`kvcompile.kernels.attention.splits` merges their outputs.
 If the caches have exact blocks, other programs attend to them, or the splits take turns at them after their tiles, see
@@ -279,7 +279,7 @@ def _attend_to_packed(
         if HAS_FACTORS:
             query = query_with_pairs(q, paired, score_scale * key_scale, KEY)
         else:
-            query = query_of(q, score_scale * key_scale, KEY)
+            query = query_of(q, score_scale * key_scale, KEY, NUM_WARPS)
         state = empty_state(ROWS, NUM_WARPS, VALUE)
         for own_tile in tl.range(0, tl.maximum(own_tiles, 0), num_stages=NUM_STAGES):
             tile = first_tile + own_turn(turns, own_tile, split, num_splits, OWN_ITEMS)
@@ -326,7 +326,7 @@ def _attend_to_tile(
         token = tile * TOKENS + tl.arange(0, TOKENS)
         scores = scores_with_factors(keys, query, factors, token, program[5], KEY, PRECISION, TOKENS)
     else:
-        scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
+        scores = packed_scores(keys, query, KEY, PRECISION, TOKENS, NUM_WARPS)
     if HAS_SOFTCAP:
         scores = capped(scores, softcap)
     scale, zero = token_metadata(values, VALUE, TOKENS)

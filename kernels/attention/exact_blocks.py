@@ -6,10 +6,10 @@ no rotation.
 
 Work is divided into *items*, which are runs of rows of one entry. If a multiprocessor has room for more programs, the
 last programs of the grid take turns at the items and do nothing else
-(:func:`kvcompile.kernels.attention.configs.exact_programs_of`). Otherwise the splits of packed tokens take turns at the
-items after their tiles. A split with one item fewer than the others then takes more tiles (:func:`own_turns`), so all
-splits have equal work. It prefetches the rows of its first item when it starts, before it knows which block the entry
-holds.
+(:func:`kvcompile.kernels.attention.divisions.exact_programs_of`). Otherwise the splits of packed tokens take turns at
+the items after their tiles. A split with one item fewer than the others then takes more tiles (:func:`own_turns`), so
+all splits have equal work. It prefetches the rows of its first item when it starts, before it knows which block the
+entry holds.
 
 A block may be exact for keys only, or for values only. The rows of the other operand are then decoded. If keys and
 values have the same number of entries, this is rare: their blocks differ only if keys and values were written to

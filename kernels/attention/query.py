@@ -21,11 +21,17 @@ from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.rotation import rotate
 from kvcompile.kernels.tiles.visible_range import visible_tokens
 
+MOST_ROWS_IN_DIGITS = 16
+"""More rows were not measured."""
+
 
 @constexpr_function
-def in_digits(key, rows):
-    """Whether a query tile with this number of rows is given in digits."""
-    return key.multiplies_integers and rows < 8
+def in_digits(key, rows, num_warps):
+    """Whether the query of a program with this number of rows and warps is given in digits.
+
+    Four warps are a warpgroup of Hopper. Triton 3.6 fails on its products of integers with more than eight columns.
+    """
+    return key.multiplies_integers and (rows < 8 or (rows <= MOST_ROWS_IN_DIGITS and num_warps < 4))
 
 
 @jit
@@ -92,7 +98,7 @@ def load_query_rows(row_ptrs, in_query, stride_channel, KEY: tl.constexpr):
 
 
 @jit
-def query_of(q, score_scale, KEY: tl.constexpr):
+def query_of(q, score_scale, KEY: tl.constexpr, NUM_WARPS: tl.constexpr):
     """The second operand of the score products, from query rows ``q``, [rows, padded_head_dim].
 
     Returns:
@@ -109,7 +115,7 @@ def query_of(q, score_scale, KEY: tl.constexpr):
         while turns > 0:
             q = rotate(q, KEY)
             turns -= 1
-    if in_digits(KEY, q.shape[0]):
+    if in_digits(KEY, q.shape[0], NUM_WARPS):
         query = _query_in_digits(q, score_scale, KEY)
     else:
         query = _query_in_floats(q, score_scale, KEY)

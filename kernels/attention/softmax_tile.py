@@ -9,18 +9,20 @@ from kvcompile.kernels.tiles.levels import integers_of_bytes, unpack
 
 
 @jit
-def packed_scores(keys, query, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr):
+def packed_scores(
+    keys, query, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr, NUM_WARPS: tl.constexpr
+):  # fmt: skip
     """Scores of a tile of packed keys in units of log2, float32 [tokens, rows]."""
     packed, scale, zero = keys
     q_planes, factor, q_sum = query
-    if in_digits(KEY, factor.shape[0]):
+    if in_digits(KEY, factor.shape[0], NUM_WARPS):
         scores = scores_of_digits(integers_of_bytes(packed, KEY), query, KEY)
     else:
         if KEY.granularity == "plane":
             products = _scaled_products_of(unpack(packed, scale, zero, KEY), scale, q_planes, KEY, PRECISION)
         elif KEY.granularity != "channel":
             products = products_of(unpack(packed, scale, zero, KEY), q_planes, KEY, PRECISION)
-        elif KEY.block_tokens < TOKENS:
+        elif KEY.block_tokens < TOKENS or NUM_WARPS == 1:
             products = _scores_of_blocks(packed, scale, zero, q_planes, KEY, PRECISION, TOKENS)
         else:
             products = _scores_of_block(packed, scale, zero, q_planes, KEY, PRECISION)
@@ -421,7 +423,7 @@ def _sum_in_thread(x, KEY: tl.constexpr, NUM_WARPS: tl.constexpr):
     """
     TOKENS: tl.constexpr = x.shape[0]
     ROWS: tl.constexpr = x.shape[1]
-    if KEY.granularity == "channel" and KEY.block_tokens < TOKENS:
+    if KEY.granularity == "channel" and (KEY.block_tokens < TOKENS or NUM_WARPS == 1):
         x = tl.reshape(x, [NUM_WARPS, TOKENS // (16 * NUM_WARPS), 2, 8, ROWS])
         x = tl.sum(tl.sum(x, 2), 1)
     else:

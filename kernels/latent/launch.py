@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.attention.call import AttentionCall
-from kvcompile.kernels.attention.configs import WARP_SPECIALIZED_LATENTS, AttentionConfig, latent_config
+from kvcompile.kernels.attention.configs import WARP_SPECIALIZED_LATENTS, latent_config
+from kvcompile.kernels.attention.tuned import AttentionConfig
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import ASSERTING, Launcher, ceil_div, precision
 from kvcompile.kernels.lang.triton import triton

@@ -18,7 +18,7 @@ from packed_bytes import empty_packed
 from kvcompile.compat.versions import numbers
 from kvcompile.kernels import launch
 from kvcompile.kernels.attention import launch_prefill
-from kvcompile.kernels.attention.configs import DECODE
+from kvcompile.kernels.attention.tuned import HOPPER
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.triton import INTERPRETED
 from kvcompile.kernels.latent import launch as launch_latent
@@ -237,7 +237,7 @@ def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_re
 def test_a_hopper_multiprocessor_has_room_for_as_many_decode_programs_as_configured(key, value, compiled):
     attend(key, value)
     (kernel,) = compiled["attention"]
-    config = DECODE[9, 8 if key == INT8 else 4, 8 if value == INT8 else 4]
+    config = HOPPER[128, 8][8 if key == INT8 else 4, 8 if value == INT8 else 4]
     programs, threads = config.programs_per_sm, 32 * config.num_warps
     assert programs * (kernel.metadata.shared + 1024) <= 228 * 1024  # a program reserves a kilobyte
     assert programs * threads * (kernel.metadata.maxnreg or 255) <= 64 * 1024

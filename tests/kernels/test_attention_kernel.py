@@ -12,14 +12,9 @@ pytest.importorskip("triton")
 from formats_of_every_kind import BY_TOKEN, SHAPES, in_turn
 
 from kvcompile.kernels import launch
-from kvcompile.kernels.attention.configs import (
-    AttentionConfig,
-    Division,
-    attention_config,
-    division_of,
-    exact_programs_of,
-    num_splits,
-)
+from kvcompile.kernels.attention.configs import attention_config
+from kvcompile.kernels.attention.divisions import Division, division_of, exact_programs_of, num_splits
+from kvcompile.kernels.attention.tuned import AttentionConfig
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.layout.operand import packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -551,7 +546,7 @@ def test_programs_and_tiles_ahead_follow_from_the_shared_memory_of_a_multiproces
     for name, (capability, multiprocessor) in GPUS.items():
         key_operand = packed_operand(key, "key", head_dim, False, capability)
         value_operand = packed_operand(value, "value", head_dim, False, capability)
-        config = attention_config(capability, multiprocessor, key_operand, value_operand, 4, False, False)
+        config = attention_config(capability, multiprocessor, key_operand, value_operand, 4, "none", False)
         found[name] = (None, None) if config is None else (config.programs_per_sm, config.num_stages)
     assert found == dict(zip(GPUS, zip(programs, stages, strict=True), strict=True))
 
@@ -559,7 +554,7 @@ def test_programs_and_tiles_ahead_follow_from_the_shared_memory_of_a_multiproces
 def test_exact_tokens_and_float32_queries_are_dequantized_on_blackwell():
     """Triton 3.7 cannot compile the decode kernel for exact tokens and float32 queries."""
     both = (packed_operand(INT8 + BOTH, role, 128, True, 10) for role in ("key", "value"))
-    assert attention_config(10, HOPPER, *both, 4, False, True) is None
+    assert attention_config(10, HOPPER, *both, 4, "none", True) is None
 
 
 def test_every_split_has_a_tile():

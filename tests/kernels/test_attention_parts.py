@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from test_attention_kernel import Case
 
 from kvcompile.kernels import launch
-from kvcompile.kernels.attention.configs import Division
+from kvcompile.kernels.attention.divisions import Division
 from kvcompile.kernels.attention.exact_blocks import own_turn, own_turns
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.spec.attention import attend_part

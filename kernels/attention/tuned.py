@@ -1,0 +1,276 @@
+"""Configurations of decode attention that were measured to be the fastest on one kind of device.
+
+The channels and the query rows of a KV head choose the table, and the bits of a key code and of a value code in a tile
+choose the entry. 3-bit codes have 2 low bits in a tile. ``python benchmarks/decode.py`` measures the speed.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from kvcompile.kernels.layout.operand import PackedOperand
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The launch configuration of an attention kernel.
+
+    Attributes:
+        rows: query rows of a program, a power of two and at least 4. A KV head has as many query rows as its query
+            heads times q_len.
+        tokens: tokens of a tile, a power of two, at least 64 and at least 16 * num_warps.
+        num_warps: warps of a program.
+        num_stages: tiles that are loaded ahead.
+        max_registers: most registers of a thread; None leaves the number to the compiler.
+        programs_per_sm: programs for each streaming multiprocessor, which determine the number of splits. A
+            multiprocessor has room for at least this many at once.
+        least_tiles: the least tiles of a split with which a second warp per scheduler pays. If splits would be shorter,
+            there are half as many.
+        spare_programs: programs for which a multiprocessor has room besides ``programs_per_sm``. They may attend to
+            exact blocks.
+        exact_stages: items of exact blocks whose rows are in use or loaded ahead.
+    """
+
+    rows: int
+    tokens: int
+    num_warps: int = 4
+    num_stages: int = 2
+    max_registers: int | None = None
+    programs_per_sm: int = 2
+    least_tiles: int = 0
+    spare_programs: int = 0
+    exact_stages: int = 1
+
+    @functools.cached_property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
+
+
+Table = dict[tuple[int, int], AttentionConfig]
+"""Configurations by (bits of a key code in a tile, bits of a value code in a tile)."""
+
+AMPERE: Table = {
+    (8, 8): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),
+    (8, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
+    (4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
+    (4, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
+}
+"""Compute capability 8, up to 128 channels and 8 rows."""
+
+
+def _same(config: AttentionConfig, *codes: tuple[int, int]) -> Table:
+    """A table with the same configuration for all ``codes``."""
+    return dict.fromkeys(codes, config)
+
+
+FEW_BITS = ((4, 4), (2, 4), (2, 2))
+"""Codes of at most 4 bits."""
+
+# Hopper. The keys of these dictionaries are (most channels, most rows). A program with 4 rows has two columns for each
+# row; a program with 8 or 16 rows has one.
+#
+# Codes of 8 bits take few instructions, so that one warp for each scheduler of a multiprocessor keeps the memory busy.
+# Codes of at most 4 bits take more instructions, and two warps hide their latency. They need no limit on registers, and
+# with a limit of 168 a loop with a mask spills. With fewer than 64 tokens per warp, a thread would have a single 16-bit
+# scale, which is too small for an asynchronous copy. If keys of at most 64 channels have scales per channel, this is so
+# with fewer than 128 tokens.
+#
+# Four warps are a warpgroup. Its products of 16 and more rows hold a whole unpacked tile in registers, and each of its
+# warps repeats the work that is the same for all tokens. For all formats but bfloat16 two warps, or one, take 0.35 to
+# 0.65 of the time (H200).
+HOPPER: dict[tuple[int, int], Table] = {
+    (64, 8): {
+        (16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
+        (8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, programs_per_sm=4),
+        (8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4),
+        (4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
+        **_same(AttentionConfig(8, 64, num_warps=1, num_stages=3, programs_per_sm=8), *FEW_BITS),
+    },
+    (64, 16): {
+        (16, 16): AttentionConfig(16, 64, num_stages=3, programs_per_sm=2),
+        (8, 8): AttentionConfig(16, 128, num_warps=2, num_stages=3, programs_per_sm=4),
+        **_same(AttentionConfig(16, 64, num_warps=1, num_stages=3, programs_per_sm=8), (8, 4), (4, 8), *FEW_BITS),
+    },
+    (128, 8): {
+        (16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=1),
+        (8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, programs_per_sm=2),
+        (8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
+        (4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
+        **_same(AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4, least_tiles=8), *FEW_BITS),
+    },
+    (128, 16): {
+        (16, 16): AttentionConfig(16, 64, num_stages=3, programs_per_sm=2),
+        (8, 8): AttentionConfig(16, 64, num_warps=2, num_stages=3, programs_per_sm=4),
+        (8, 4): AttentionConfig(16, 64, num_warps=1, num_stages=3, programs_per_sm=4),
+        (4, 8): AttentionConfig(16, 128, num_warps=2, num_stages=2, programs_per_sm=4),
+        **_same(AttentionConfig(16, 128, num_warps=2, num_stages=3, programs_per_sm=4), *FEW_BITS),
+    },
+    (128, 32): {(8, 8): AttentionConfig(32, 64, num_warps=2, num_stages=2, programs_per_sm=4)},
+    (256, 4): {
+        (8, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
+        **_same(AttentionConfig(4, 64, num_warps=1, num_stages=2, programs_per_sm=8, least_tiles=8), *FEW_BITS),
+    },
+    (256, 8): {
+        (8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, programs_per_sm=2),
+        (8, 4): AttentionConfig(8, 64, num_warps=1, num_stages=3, programs_per_sm=4),
+        (4, 8): AttentionConfig(8, 64, num_warps=2, num_stages=2, programs_per_sm=3),
+        **_same(AttentionConfig(8, 64, num_warps=1, num_stages=2, programs_per_sm=8, least_tiles=8), *FEW_BITS),
+    },
+    (256, 16): {
+        (8, 8): AttentionConfig(16, 64, num_warps=2, num_stages=3, programs_per_sm=2),
+        **_same(AttentionConfig(16, 64, num_warps=2, num_stages=2, programs_per_sm=4), (8, 4), (4, 8), *FEW_BITS),
+    },
+}
+
+# With 168 registers for each thread, a multiprocessor has room for twelve warps.
+SIX_PROGRAMS = AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6)
+
+HOPPER_CHANNEL: dict[tuple[int, int], Table] = {
+    (64, 8): {
+        (8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, programs_per_sm=4),
+        **_same(AttentionConfig(8, 128, num_warps=1, num_stages=3, programs_per_sm=8), *FEW_BITS),
+    },
+    (64, 16): _same(AttentionConfig(16, 128, num_warps=1, num_stages=3, programs_per_sm=8), *FEW_BITS),
+    (128, 4): {(8, 8): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4)},
+    (128, 8): {
+        (8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, programs_per_sm=4),
+        **_same(SIX_PROGRAMS, (2, 4), (2, 2)),
+    },
+    (256, 4): {(8, 4): AttentionConfig(4, 64, num_warps=2, num_stages=3, programs_per_sm=3)},
+    (256, 8): {
+        **_same(AttentionConfig(8, 64, num_warps=2, num_stages=3, programs_per_sm=3), (8, 8), (8, 4)),
+        **_same(AttentionConfig(8, 64, num_warps=2, num_stages=2, programs_per_sm=4), *FEW_BITS),
+    },
+}
+"""Like HOPPER, for keys with scales per channel."""
+
+HOPPER_DIGITS: dict[tuple[int, int], Table] = {
+    (128, 4): {
+        (4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
+        (2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=7, least_tiles=8),
+        (2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=8, least_tiles=8),
+    },
+    (128, 8): _same(AttentionConfig(8, 64, num_warps=1, num_stages=3, programs_per_sm=8, least_tiles=8), *FEW_BITS),
+}
+"""Like HOPPER, for keys that are multiplied as integers by a query in digits.
+
+With 200 registers, eight warps leave room for the kernel that merges the splits.
+"""
+
+HOPPER_UNEQUAL: dict[int, AttentionConfig] = {
+    8: AttentionConfig(8, 64, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
+    16: AttentionConfig(16, 64, num_warps=2, num_stages=2, programs_per_sm=4),
+}
+"""By the most rows, up to 128 channels, for planes of unequal bits. More registers are needed: 128 tokens spill."""
+
+HOPPER_NARROW: dict[tuple[int, int], Table] = {
+    (128, 8): {
+        (4, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
+        **_same(SIX_PROGRAMS, (2, 4), (2, 2)),
+    },
+}
+"""Like HOPPER, for multiprocessors with less than NARROW bytes per second of memory bandwidth each.
+
+If two warps share a scheduler there, one is served first, and the other one ends later and alone.
+"""
+
+HOPPER_DIGITS_NARROW: dict[tuple[int, int], Table] = {
+    (128, 4): {
+        (4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
+        (2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
+        (2, 2): AttentionConfig(4, 128, num_warps=2, num_stages=3, programs_per_sm=2),
+    },
+}
+"""Like HOPPER_DIGITS, for multiprocessors with less than NARROW bytes per second each.
+
+There one warp per scheduler is fast enough for codes of 2 and 3 bits, too.
+"""
+
+NARROW = 31e9
+"""An H100 has 25 GB/s for each multiprocessor, and an H200 has 37."""
+
+TABLES_OF = {8: 8, 9: 9, 10: 9, 12: 8}
+"""The compute capability whose tables serve a device: its own, or one with as much shared memory that was measured."""
+
+
+def tuned_config(
+    capability: int, key: PackedOperand, value: PackedOperand, rows: int, narrow: bool
+) -> AttentionConfig | None:
+    """The measured configuration for packed keys and values; None if there is none.
+
+    Args:
+        capability, key, value, rows: as in :func:`kvcompile.kernels.attention.configs.attention_config`.
+        narrow: whether a multiprocessor has less than NARROW bytes of memory bandwidth per second.
+    """
+    tables = TABLES_OF.get(capability)
+    codes = key.tile_bits, value.tile_bits
+    channels = max(key.padded_head_dim, value.padded_head_dim)
+    if tables is None or key is value or _spills(capability, key, value):
+        return None
+    if tables == 8:
+        return AMPERE.get(codes) if channels <= 128 and rows <= 8 else None
+    if has_unequal_planes(key, value):
+        unequal = HOPPER_UNEQUAL[8 if rows <= 8 else 16]
+        return unequal if channels <= 128 and max(codes) <= 4 else None
+    if rows > 16 and 16 in codes:
+        return None  # more rows for each program are faster
+    for size in _sizes(channels, rows):
+        for table in _tables(key, narrow):
+            config = table.get(size, {}).get(codes)
+            if config is not None and not (config.num_warps == 1 and _is_wrong_with_one_warp(key, value)):
+                return config
+    return None
+
+
+def _sizes(channels: int, rows: int) -> list[tuple[int, int]]:
+    """The keys of the tables of Hopper that serve these sizes, the best first.
+
+    Tables for more than 16 rows have only a part of the formats. For the other formats several programs have 16 rows
+    each.
+    """
+    most_channels = next((most for most in (64, 128, 256) if channels <= most), None)
+    if most_channels is None:
+        return []
+    most_rows = [32, 16] if rows > 16 else [16] if rows > 8 else [8] if rows > 4 else [4, 8]
+    return [(most_channels, most) for most in most_rows]
+
+
+def _tables(key: PackedOperand, narrow: bool) -> list[dict[tuple[int, int], Table]]:
+    """The tables of Hopper that serve these keys, the best first."""
+    tables = [HOPPER_NARROW, HOPPER] if narrow else [HOPPER]
+    if key.multiplies_integers:
+        tables.insert(0, HOPPER_DIGITS_NARROW if narrow else HOPPER_DIGITS)
+    if key.granularity == "channel":
+        tables.insert(0, HOPPER_CHANNEL)
+    return tables
+
+
+def _is_wrong_with_one_warp(key: PackedOperand, value: PackedOperand) -> bool:
+    """Whether a program with one warp computes wrong outputs.
+
+    Triton 3.6 compiles it wrongly if it decodes rotated values for the exact blocks of keys: outputs are 6 % off. With
+    two warps they are right, and so are programs that decode rotated keys for the exact blocks of values.
+    """
+    return key.num_entries > 0 and value.num_entries == 0 and value.rotated
+
+
+def has_unequal_planes(key: PackedOperand, value: PackedOperand) -> bool:
+    """Whether keys or values have planes of unequal bits, or words."""
+    return not (key.has_equal_planes and value.has_equal_planes)
+
+
+def _spills(capability: int, key: PackedOperand, value: PackedOperand) -> bool:
+    """Whether the tuned configuration spills.
+
+    It spills if unequal planes are unpacked without inline PTX. It also spills if scales are per group: they take as
+    many float32 registers as the levels of a plane. On Hopper it then spills 10 KiB of a thread for
+    ``int4_per_group_128``, and the portable configuration spills nothing. With 8 bits, which have one plane, the tuned
+    configuration spills 64 bytes.
+    """
+    if has_unequal_planes(key, value) and None in (key.unpack_ptx, value.unpack_ptx):
+        return True
+    has_groups = "group" in (key.granularity, value.granularity)
+    return has_groups and (capability != 9 or min(key.tile_bits, value.tile_bits) < 8)
