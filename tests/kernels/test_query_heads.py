@@ -20,7 +20,7 @@ PAIRS = [
     ("turboquant_4bit", "turboquant_4bit"),
     ("turboquant_3bit", "int3_unrotated"),
     ("int4_per_channel" + ONE, ROTATED_INT4),
-    ("int8_per_channel", INT8),
+    ("int8_per_channel" + ONE, INT8),
     ("turboquant_3bit" + BOTH, "turboquant_3bit" + BOTH),
     ("bfloat16", "bfloat16"),
 ]
@@ -64,8 +64,8 @@ def test_any_number_of_query_heads_share_a_kv_head(key, value, group_size, head_
         ("turboquant_3bit" + BOTH, "int4_unrotated" + BOTH, 2, 3, 256),
         ("int4_per_channel" + ONE, ROTATED_INT4, 2, 2, 64),
         ("int4_per_channel" + ONE, ROTATED_INT4, 4, 4, 128),
-        ("int4_per_channel", "int4_unrotated", 4, 9, 256),
-        ("int8_per_channel", INT8, 8, 9, 128),
+        ("int4_per_channel" + ONE, "int4_unrotated", 4, 9, 256),
+        ("int8_per_channel" + ONE, INT8, 8, 9, 128),
     ],
 )
 def test_several_tokens_of_many_query_heads_see_their_own_part_of_the_cache(
@@ -81,4 +81,4 @@ def test_several_tokens_of_many_query_heads_see_their_own_part_of_the_cache(
 @pytest.mark.parametrize("key", ["int4_per_channel", "int8_per_channel"])
 @pytest.mark.parametrize(("group_size", "head_dim"), [(4, 64), (16, 128), (16, 256)])
 def test_scales_per_channel_serve_float32_queries_of_many_heads(key, group_size, head_dim, device):
-    case_of(device, key, INT8, group_size, head_dim, dtype=torch.float32).check()
+    case_of(device, key + ONE, INT8, group_size, head_dim, dtype=torch.float32).check()
