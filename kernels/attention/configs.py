@@ -202,8 +202,7 @@ def _config_of(
     is_tuned = config is not None and _holds_whole_blocks(config, key) and (row_mask != "float" or rows <= 4)
     if config is None or not is_tuned:
         config = _portable_config(capability, key, value, rows, row_mask)
-    has_few_channels = is_tuned and max(key.padded_head_dim, value.padded_head_dim) <= 64  # they have their own tables
-    if multiprocessor.bandwidth >= NARROW and max(key.head_dim, value.head_dim) < 128 and not has_few_channels:
+    if multiprocessor.bandwidth >= NARROW and max(key.head_dim, value.head_dim) < 128:
         config = _with_twice_the_programs(config, multiprocessor)
     is_warpgroup = capability == 9 and config.num_warps == 4
     if PREFERS_WARPGROUPS and is_warpgroup and rows <= 8 and min(key.tile_bits, value.tile_bits) < 16:
@@ -225,7 +224,8 @@ def _portable_config(
     if rows <= 8:
         return PORTABLE
     if key.granularity == "channel" and capability in (9, 10):
-        # Triton 3.6 computes wrong products of a warpgroup if it transposes the scaled query while it stores it.
+        # Products of a warpgroup with the scaled query of a block are wrong (Triton 3.6, for planes of 64 or more
+        # channels and for 8 bits).
         return replace(_of_two_warps(PORTABLE), rows=16)
     most = 32 if row_mask != "none" or max(key.padded_head_dim, value.padded_head_dim) > 128 else 64
     return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)

@@ -82,17 +82,10 @@ FEW_BITS = ((4, 4), (2, 4), (2, 2))
 # warps repeats the work that is the same for all tokens. For all formats but bfloat16 two warps, or one, take 0.35 to
 # 0.65 of the time (H200).
 HOPPER: dict[tuple[int, int], Table] = {
-    (64, 8): {
-        (16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
-        (8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, programs_per_sm=4),
-        (8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=4),
-        (4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
-        **_same(AttentionConfig(8, 64, num_warps=1, num_stages=3, programs_per_sm=8), *FEW_BITS),
-    },
+    (64, 8): _same(AttentionConfig(8, 64, num_warps=1, num_stages=3, programs_per_sm=4), *FEW_BITS),
     (64, 16): {
-        (16, 16): AttentionConfig(16, 64, num_stages=3, programs_per_sm=2),
-        (8, 8): AttentionConfig(16, 128, num_warps=2, num_stages=3, programs_per_sm=4),
-        **_same(AttentionConfig(16, 64, num_warps=1, num_stages=3, programs_per_sm=8), (8, 4), (4, 8), *FEW_BITS),
+        (8, 8): AttentionConfig(16, 128, num_warps=2, num_stages=3, programs_per_sm=2),
+        **_same(AttentionConfig(16, 64, num_warps=1, num_stages=3, programs_per_sm=4), (8, 4), *FEW_BITS),
     },
     (128, 8): {
         (16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=1),
@@ -103,10 +96,10 @@ HOPPER: dict[tuple[int, int], Table] = {
     },
     (128, 16): {
         (16, 16): AttentionConfig(16, 64, num_stages=3, programs_per_sm=2),
-        (8, 8): AttentionConfig(16, 64, num_warps=2, num_stages=3, programs_per_sm=4),
+        (8, 8): AttentionConfig(16, 64, num_warps=2, num_stages=3, programs_per_sm=4, least_tiles=8),
         (8, 4): AttentionConfig(16, 64, num_warps=1, num_stages=3, programs_per_sm=4),
-        (4, 8): AttentionConfig(16, 128, num_warps=2, num_stages=2, programs_per_sm=4),
-        **_same(AttentionConfig(16, 128, num_warps=2, num_stages=3, programs_per_sm=4), *FEW_BITS),
+        (4, 8): AttentionConfig(16, 128, num_warps=2, num_stages=2, programs_per_sm=4, least_tiles=8),
+        **_same(AttentionConfig(16, 128, num_warps=2, num_stages=3, programs_per_sm=4, least_tiles=8), *FEW_BITS),
     },
     (128, 32): {(8, 8): AttentionConfig(32, 64, num_warps=2, num_stages=2, programs_per_sm=4)},
     (256, 4): {
@@ -129,12 +122,8 @@ HOPPER: dict[tuple[int, int], Table] = {
 SIX_PROGRAMS = AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6)
 
 HOPPER_CHANNEL: dict[tuple[int, int], Table] = {
-    (64, 8): {
-        (8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, programs_per_sm=4),
-        **_same(AttentionConfig(8, 128, num_warps=1, num_stages=3, programs_per_sm=8), *FEW_BITS),
-    },
-    (64, 16): _same(AttentionConfig(16, 128, num_warps=1, num_stages=3, programs_per_sm=8), *FEW_BITS),
-    (128, 4): {(8, 8): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4)},
+    (64, 8): _same(AttentionConfig(8, 128, num_warps=1, num_stages=3, programs_per_sm=4), *FEW_BITS),
+    (64, 16): _same(AttentionConfig(16, 128, num_warps=1, num_stages=3, programs_per_sm=4), *FEW_BITS),
     (128, 8): {
         (8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, programs_per_sm=4),
         **_same(SIX_PROGRAMS, (2, 4), (2, 2)),
@@ -229,13 +218,11 @@ def _sizes(channels: int, rows: int) -> list[tuple[int, int]]:
     """The keys of the tables of Hopper that serve these sizes, the best first.
 
     Tables for more than 16 rows have only a part of the formats. For the other formats several programs have 16 rows
-    each.
+    each. Likewise, tables for 128 channels serve fewer channels.
     """
-    most_channels = next((most for most in (64, 128, 256) if channels <= most), None)
-    if most_channels is None:
-        return []
     most_rows = [32, 16] if rows > 16 else [16] if rows > 8 else [8] if rows > 4 else [4, 8]
-    return [(most_channels, most) for most in most_rows]
+    most_channels = [64, 128] if channels <= 64 else [128] if channels <= 128 else [256] if channels <= 256 else []
+    return [(most, rows) for most in most_channels for rows in most_rows]
 
 
 def _tables(key: PackedOperand, narrow: bool) -> list[dict[tuple[int, int], Table]]:
