@@ -224,8 +224,8 @@ def _portable_config(
     if rows <= 8:
         return PORTABLE
     if key.granularity == "channel" and capability in (9, 10):
-        # Products of a warpgroup with the scaled query of a block are wrong (Triton 3.6, for planes of 64 or more
-        # channels and for 8 bits).
+        # Products of a warpgroup with the scaled query of a block were wrong for int4 with 192 and 256 channels, and
+        # read invalid addresses (Triton 3.6).
         return replace(_of_two_warps(PORTABLE), rows=16)
     most = 32 if row_mask != "none" or max(key.padded_head_dim, value.padded_head_dim) > 128 else 64
     return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)

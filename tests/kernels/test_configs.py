@@ -169,7 +169,7 @@ def config_of(gpu: str, key: str, value: str, head_dim: int, rows: int, row_mask
 @pytest.mark.parametrize("key", ["int8_per_channel" + ONE, "int4_per_channel" + BOTH])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 def test_keys_with_scales_per_channel_are_no_operand_of_a_warpgroup(gpu, key, head_dim):
-    """Its products, which have at least 16 rows and four warps, are wrong for them (Triton 3.6)."""
+    """Its products, which have at least 16 rows and four warps, are wrong for them with 192 channels (Triton 3.6)."""
     for rows in (9, 16, 17, 33, 127):
         for value in (INT8, ROTATED_INT4, "turboquant_2.5bit"):
             for row_mask in ("none", "bool", "float"):
