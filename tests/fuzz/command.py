@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--mutations", action="store_true", help="plant each fault, and print which are caught")
     parser.add_argument("--files", action="store_true", help="change files that users get from others, not programs")
+    parser.add_argument("--kernels", action="store_true", help="call kernels with random sizes; no programs")
     parser.add_argument("--tries", type=int, default=20, help="programs for one fault at most (default: %(default)s)")
     parser.add_argument("--with-seeds", action="store_true", help="plant faults in the fixed seeds' programs, too")
     given = parser.parse_args(arguments)
@@ -40,6 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
     end = time.time() + 60 * given.minutes
     if given.files:
         return int(search_until(lambda: time.time() >= end, given.seed) > 0)
+    if given.kernels:
+        if given.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            parser.error("--kernels needs --device cuda, or TRITON_INTERPRET=1 for Triton's interpreter")
+        from fuzz.kernel_calls import search_until as search_calls  # not above: it needs Triton
+
+        return int(search_calls(end, given.seed, given.processes, given.device, quiet) > 0)
     how = {"device": given.device, "generate_code": given.inductor, "verify": given.verify}
     run = LongRun(given.seed, how, given.counts)
     run.until(end, given.processes, quiet)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_attention_kernel import Case
+from attention_case import Case
 
 from kvcompile.kernels import launch
 from kvcompile.kernels.attention.divisions import Division

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_store_kernel import assert_same_sections
+from stored_bytes import assert_same_sections
 
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
 from kvcompile.kernels.spec.packing import pack_tokens

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from attention_case import Case
 from calibrated_bases import based
-from test_attention_kernel import Case
 
 from kvcompile.kernels import calibrated
 from kvcompile.kernels.spec.key_factors import KeyFactors

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from attention_case import BOTH, MASKS, NAN_BYTES, hide_packed_form
 from formats_of_every_kind import BY_TOKEN, in_turn
-from test_attention_kernel import BOTH, MASKS, NAN_BYTES, hide_packed_form
 
 from kvcompile.kernels import launch
 from kvcompile.kernels.attention import launch_prefill

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from attention_case import BOTH, INT8, Case
 from formats_of_every_kind import BY_TOKEN, in_turn
-from test_attention_kernel import BOTH, INT8, Case
 from test_prefill import by_cudnn  # noqa: F401 - a fixture
 
 from kvcompile.kernels import launch

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from attention_case import BOTH, INT8, MASKS, ONE, Case, hide_packed_form
 from formats_of_every_kind import SHAPES, in_turn
-from test_attention_kernel import BOTH, INT8, MASKS, ONE, Case, assert_a_nan_spoils_its_own_head_only, hide_packed_form
+from test_attention_kernel import assert_a_nan_spoils_its_own_head_only
 
 from kvcompile.kernels.attention import launch_prefill
 from kvcompile.kernels.lang import launcher

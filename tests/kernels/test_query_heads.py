@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_attention_kernel import BOTH, INT8, ONE, Case, hide_packed_form
+from attention_case import BOTH, INT8, ONE, Case, hide_packed_form
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_outputs")]
 

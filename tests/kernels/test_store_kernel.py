@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from formats_of_every_kind import BY_TOKEN, SHAPES, in_turn
 from packed_bytes import empty_packed
+from stored_bytes import assert_same_sections, assert_stores_like_the_specification, random_bytes, vectors
 
 from kvcompile.kernels import launch
 from kvcompile.kernels.lang.triton import INTERPRETED
@@ -25,75 +26,6 @@ CPU = torch.device("cpu")
 
 ROLES = ["key", "value"]
 both_roles = pytest.mark.parametrize("role", ROLES)
-
-
-def random_bytes(layout, num_tokens, batch, heads):
-    """Packed data of random bytes, the same at every call."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, 256, layout.shape(num_tokens, batch, heads), dtype=torch.uint8, generator=generator)
-
-
-def assert_stores_like_the_specification(layout, x, positions, valid=None, *, device, capacity, restride=None):
-    """Write to random bytes with the kernel and with the specification, and compare every byte of the buffer.
-
-    The specification runs on the CPU, because PyTorch divides by a constant differently on a GPU. ``restride`` changes
-    the strides of the vectors on either device.
-    """
-    on_device = x.to(device)
-    if restride is not None:
-        x, on_device = restride(x), restride(on_device)
-    expected = random_bytes(layout, capacity, *x.shape[:2])
-    data = expected.to(device, copy=True)
-    write_tokens_(expected, layout, x, positions, valid)
-    valid_on_device = None if valid is None else valid.to(device)
-    launch.store(data, on_device, positions.to(device), valid_on_device, layout.format_name, layout.role)
-    assert_same_sections(layout, data.cpu(), expected, device)
-
-
-def assert_same_sections(layout, data, expected, device):
-    """Compare packed blocks that were written on ``device`` with the expected ones."""
-    written, expected = layout.split(data), layout.split(expected)
-    for name in written:
-        if name == "codes" and written[name].dtype != torch.uint8:
-            # Triton's interpreter does not round to nearest.
-            tolerance = torch.finfo(written[name].dtype).eps if device.type == "cpu" else 0
-            torch.testing.assert_close(written[name], expected[name], rtol=tolerance, atol=0, equal_nan=True)
-        elif name == "codes":
-            distance = torch.stack(
-                [
-                    (ranks(layout.format, a, i) - ranks(layout.format, b, i)).abs()
-                    for i, (a, b) in enumerate(
-                        zip(*map(layout.format.packing.planes, (written, expected)), strict=True)
-                    )
-                ]
-            )
-            if layout.format.rotated:  # sums have another order, so that ties may round the other way
-                assert distance.max() <= 1
-                # Every ninth vector is constant: it rotates to one large channel and ties everywhere else.
-                assert (distance > 0).any(0).any(-1).float().mean() < 0.05
-            else:
-                assert distance.max() == 0
-        elif name in ("scale", "zero"):
-            tolerance = 2e-3 if layout.format.rotated else 0
-            torch.testing.assert_close(written[name], expected[name], rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def ranks(fmt, codes, plane):
-    """The ranks of levels by size: levels of a TurboQuant format do not rise with their codes."""
-    levels = fmt.levels(torch.arange(2 ** fmt.packing.plane_bits(plane), dtype=torch.uint8), plane)
-    return levels.argsort(stable=True).argsort()[codes.long()]
-
-
-def vectors(batch, heads, tokens, head_dim, dtype=torch.bfloat16, seed=0):
-    """Random vectors. Some are hard to quantize: zeros, far from zero, tiny, large, with an outlier."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, heads, tokens, head_dim, generator=generator)
-    x.view(-1, head_dim)[::9] = 0.0
-    x.view(-1, head_dim)[1::9] += 30.0
-    x.view(-1, head_dim)[2::9] *= 1e-6
-    x.view(-1, head_dim)[3::9] *= 1e4
-    x.view(-1, head_dim)[4::9, 3] = 50.0
-    return x.to(dtype)
 
 
 @pytest.mark.parametrize(("shape", "role"), in_turn([*SHAPES, ("turboquant_2.5bit", 16)], ROLES))
@@ -438,8 +370,8 @@ def test_a_pair_of_stores_writes_the_bytes_of_two_stores(key, value, tokens, dev
     valid = (torch.arange(2 * tokens).view(2, tokens) % 5 != 1).to(device)
     data, expected = ([random_bytes(layout, 100, 2, 2).to(device) for layout in layouts] for _ in range(2))
     launch.store_pair(*data, *x, positions, valid, key, value)
-    for expected_data, vectors, layout in zip(expected, x, layouts, strict=True):
-        launch.store(expected_data, vectors, positions, valid, layout.format_name, layout.role)
+    for expected_data, new, layout in zip(expected, x, layouts, strict=True):
+        launch.store(expected_data, new, positions, valid, layout.format_name, layout.role)
     assert all(torch.equal(*pair) for pair in zip(data, expected, strict=True))
 
 

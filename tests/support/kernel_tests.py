@@ -18,6 +18,7 @@ INTERPRETED_TOGETHER = (
         "test_deepseek_v4_kernels.py",
         "test_gather.py",
         "test_dequantize.py",
+        "test_random_calls.py",
     ),
 )
 """Files in tests/kernels/ whose tests run in Triton's interpreter, in groups whose slow tests take equally long."""
@@ -33,6 +34,7 @@ KERNEL_TESTS = [
     "test_latent_kernels.py",
     "test_new_tokens.py",
     "test_prefill.py",
+    "test_random_calls.py",
     "test_references.py",
     "test_store_kernel.py",
 ]
