@@ -111,7 +111,8 @@ class Store:
         head_dim = choose.choice(HEAD_DIMS)
         return cls(
             _token_format(choose, role, head_dim), role, head_dim, choose.choice(list(DTYPES)),
-            choose.choice([1, 2, 3]), choose.choice([1, 2, 3]), choose.choice([0, 1, 63, 64, 65, choose.randint(0, 200)]),
+            choose.choice([1, 2, 3]), choose.choice([1, 2, 3]),
+            choose.choice([0, 1, 63, 64, 65, choose.randint(0, 200)]),
             choose.choice([1, 2, 3, 63, 64, 65, choose.randint(1, most_tokens)]),
         )  # fmt: skip
 
