@@ -151,17 +151,36 @@ def test_on_hopper_codes_that_become_operands_in_registers_are_multiplied_by_sin
     [
         ("turboquant_3bit", 1, True),
         pytest.param("int4_unrotated", 1, False, marks=pytest.mark.slow),  # a query without a rotation has outliers
-        pytest.param(ROTATED_INT4, 2, False, marks=pytest.mark.slow),  # eight rows leave no spare column
         pytest.param(ROTATED_INT4, 1, True, marks=pytest.mark.slow),
+        pytest.param(ROTATED_INT4, 2, True, marks=pytest.mark.slow),
+        pytest.param(ROTATED_INT4, 5, True, marks=pytest.mark.slow),  # two programs of 16 rows
         pytest.param("turboquant_4bit", 1, True, marks=pytest.mark.slow),
     ],
 )
-def test_integer_keys_of_a_rotated_format_are_multiplied_as_integers_if_a_query_has_spare_columns(
-    key, q_len, multiplies_integers, attending
-):
+def test_integer_keys_are_multiplied_as_integers_if_the_format_is_rotated(key, q_len, multiplies_integers, attending):
     attend(key, "int4_unrotated", q_len=q_len)
     (kernel,) = attending["attention"]
     assert uses(main_loop(kernel), r"IMMA\S*") == multiplies_integers
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "group_size", "head_dim"),
+    [
+        (ROTATED_INT4, ROTATED_INT4, 16, 128),
+        (ROTATED_INT4, ROTATED_INT4, 4, 256),
+        pytest.param(INT8, INT8, 16, 128, marks=pytest.mark.slow),
+        pytest.param("turboquant_3bit", "int3_unrotated", 16, 128, marks=pytest.mark.slow),
+        pytest.param(INT8, INT8, 8, 256, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_many_query_heads_or_channels_take_no_products_of_warpgroups_and_do_not_spill(
+    key, value, group_size, head_dim, attending
+):
+    attend(key, value, group_size=group_size, head_dim=head_dim)
+    (kernel,) = attending["attention"]
+    assert "HGMMA" not in kernel.asm["sass"]
+    assert not uses(main_loop(kernel), "LDL|STL")
 
 
 @needs_levels_in_registers
