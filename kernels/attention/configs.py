@@ -127,7 +127,7 @@ def _with_spare_programs(
     of_program: int,
     multiprocessor: Multiprocessor,
 ) -> AttentionConfig:
-    """The configuration with stages for exact rows, and with the number of spare programs.
+    """The configuration with stages for exact rows, with as many programs as have room, and with the spare programs.
 
     Args:
         config, key, value, multiprocessor: as in :func:`attention_config`.
@@ -139,6 +139,12 @@ def _with_spare_programs(
     config = replace(config, exact_stages=EXACT_STAGES)
     of_program = max(of_program, shared_nbytes + RESERVED_NBYTES + _exact_nbytes(config, key, value, float32=False))
     room = min(multiprocessor.shared_memory // of_program, _programs_by_registers(config, multiprocessor))
+    if max(key.padded_head_dim, value.padded_head_dim) > 128 and key.num_entries == value.num_entries:
+        # Rows that are loaded ahead take more shared memory than tiles, with which the configurations were measured.
+        of_exact = RESERVED_NBYTES + _exact_nbytes(config, key, value, float32=False)
+        of_exact += 2 * max(8, config.rows) * key.padded_head_dim + (SCRATCH_NBYTES if config.num_warps > 1 else 0)
+        programs = min(config.programs_per_sm, multiprocessor.shared_memory // of_exact)
+        config = replace(config, programs_per_sm=max(1, programs))
     return replace(config, spare_programs=max(0, room - config.programs_per_sm))
 
 

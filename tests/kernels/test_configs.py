@@ -184,6 +184,15 @@ def test_many_query_heads_or_channels_take_programs_of_at_most_two_warps_on_hopp
     assert config_of("H200", *pair, head_dim, rows).num_warps <= 2
 
 
+@pytest.mark.parametrize("rows", [4, 8, 16])
+@pytest.mark.parametrize("pair", [(INT8 + BOTH, INT8 + BOTH), ("turboquant_3bit" + BOTH, "turboquant_3bit" + BOTH)])
+def test_programs_with_exact_blocks_of_wide_heads_run_at_once(pair, rows):
+    """Rows that are loaded ahead take more shared memory than a tile."""
+    config = config_of("H200", *pair, 256, rows)
+    shared = 16 * config.num_warps * 2 * (256 + 256 + 256) + 2 * max(8, rows) * 256  # rows and the query
+    assert config.programs_per_sm * (shared + 1024) <= HOPPER.shared_memory
+
+
 @pytest.mark.parametrize(("rows", "head_dim"), [(8, 128), (16, 128), (8, 256)])
 def test_a_float_mask_for_each_row_takes_a_configuration_that_does_not_spill(rows, head_dim):
     assert config_of("H200", ROTATED_INT4, ROTATED_INT4, head_dim, rows, "float").num_warps == 4
