@@ -6,11 +6,11 @@ A tensor core product has at least 8 columns. If there are fewer query rows, eac
 One thread holds both columns of the product, so that dropping every other column costs nothing, and the softmax
 computes only one column per row.
 
-If the levels of keys are integers, the two columns of a row are its two *digits*. The query is rounded to 15-bit
-integers ``128 * high + low``, and products multiply 8-bit integers. They are exact and twice as fast, and codes need
-not be converted to floats. A channel is rounded to 2**-15 of the largest channel of its row, whereas bfloat16 rounds a
-channel to 2**-9 of itself. Only queries of rotated formats use digits: after a Hadamard rotation no channel is much
-larger than the others.
+If the levels of keys are integers, the two columns of a row are its two *digits*, also with 8 and 16 rows. The query is
+rounded to 15-bit integers ``128 * high + low``, and products multiply 8-bit integers. They are exact and twice as fast,
+and codes need not be converted to floats. A channel is rounded to 2**-15 of the largest channel of its row, whereas
+bfloat16 rounds a channel to 2**-9 of itself. Only queries of rotated formats use digits: after a Hadamard rotation no
+channel is much larger than the others.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _scores_of_blocks(
 ):  # fmt: skip
     """``level . (scale * q) + zero . q`` for scales and zero points per channel, float32 [tokens, rows].
 
-    The product is a batch with one product per block. Each warp computes its own block, and makes the scaled query in
+    The product is a batch with one product per block. Each warp computes its own blocks, and makes the scaled query in
     registers where it is used. The product of the zero points is the same for all tokens of a block. It is computed for
     16 tokens, the least that tensor cores take, and repeated. It is exact except for its float32 sum, so that a large
     bias of a key channel costs no precision. Only ``scale * q`` is rounded, to fp16;

@@ -94,7 +94,7 @@ class PackedOperand:
             columns that share a register need different shifts.
         planes_above: for nested numbers (:mod:`kvcompile.kernels.formats.codes_ptx`), for each plane the plane above it
             in a byte, whose codes its numbers contain; otherwise None for each plane.
-        multiplies_integers: whether queries with two columns per row use the codec's ``integers_ptx``.
+        multiplies_integers: whether queries may be in digits, which use the codec's ``integers_ptx``.
         query_exponent: ``e`` if queries are scaled so that the largest channel is in ``[2**(e - 1), 2**e)``; keys only.
         residual: exact blocks beside the packed blocks; None without a residual.
         by_reference: whether kernels get references, see :mod:`kvcompile.kernels.layout.references`.
