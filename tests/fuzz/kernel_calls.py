@@ -7,16 +7,18 @@ a dataclass, whose text is the call to repeat.
 from __future__ import annotations
 
 import functools
+import os
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from attention_case import MASKS, Case, hide_packed_form
 from read_values import assert_reads_like_the_specification, packed_cache
 from stored_bytes import assert_stores_like_the_specification, vectors
 
+from fuzz.long_run import results_until
 from kvcompile.errors import one_line
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
@@ -93,8 +95,8 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Store:
-    """A store of ``tokens`` vectors that begins at the token ``start`` of a cache of random bytes."""
+class _OfOneCache:
+    """A call on one cache of keys or of values."""
 
     format: str
     role: Role
@@ -102,19 +104,20 @@ class Store:
     dtype: str
     batch: int
     num_kv_heads: int
+
+
+@dataclass(frozen=True)
+class Store(_OfOneCache):
+    """A store of ``tokens`` vectors that begins at the token ``start`` of a cache of random bytes."""
+
     start: int
     tokens: int
 
     @classmethod
     def draw(cls, choose: random.Random, most_tokens: int) -> Store:
-        role: Role = choose.choice(["key", "value"])
-        head_dim = choose.choice(HEAD_DIMS)
-        return cls(
-            _token_format(choose, role, head_dim), role, head_dim, choose.choice(list(DTYPES)),
-            choose.choice([1, 2, 3]), choose.choice([1, 2, 3]),
-            choose.choice([0, 1, 63, 64, 65, choose.randint(0, 200)]),
-            choose.choice([1, 2, 3, 63, 64, 65, choose.randint(1, most_tokens)]),
-        )  # fmt: skip
+        cache = _cache(choose, _token_format)
+        start = choose.choice([0, 1, 63, 64, 65, choose.randint(0, 200)])
+        return cls(*cache, start, choose.choice([1, 2, 3, 63, 64, 65, choose.randint(1, most_tokens)]))
 
     def check(self, device: torch.device) -> None:
         """Raise an AssertionError if a byte is wrong."""
@@ -126,25 +129,14 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Read:
+class Read(_OfOneCache):
     """The first ``tokens`` tokens of a cache, dequantized."""
 
-    format: str
-    role: Role
-    head_dim: int
-    dtype: str
-    batch: int
-    num_kv_heads: int
     tokens: int
 
     @classmethod
     def draw(cls, choose: random.Random, most_tokens: int) -> Read:
-        role: Role = choose.choice(["key", "value"])
-        head_dim = choose.choice(HEAD_DIMS)
-        return cls(
-            _format(choose, role, head_dim), role, head_dim, choose.choice(list(DTYPES)), choose.choice([1, 2]),
-            choose.choice([1, 2, 3]), choose.choice([1, 63, 64, 65, choose.randint(1, most_tokens)]),
-        )  # fmt: skip
+        return cls(*_cache(choose, _format), choose.choice([1, 63, 64, 65, choose.randint(1, most_tokens)]))
 
     def check(self, device: torch.device) -> None:
         """Raise an AssertionError if a value is wrong."""
@@ -155,6 +147,14 @@ class Read:
 
 
 Call = Attention | Store | Read
+
+
+def _cache(choose: random.Random, format_of: Callable[[random.Random, Role, int], str]) -> tuple[Any, ...]:
+    """The fields of :class:`_OfOneCache`."""
+    role: Role = choose.choice(["key", "value"])
+    head_dim = choose.choice(HEAD_DIMS)
+    name, dtype = format_of(choose, role, head_dim), choose.choice(list(DTYPES))
+    return name, role, head_dim, dtype, choose.choice([1, 2, 3]), choose.choice([1, 2, 3])
 
 
 def _token_format(choose: random.Random, role: Role, head_dim: int) -> str:
@@ -182,15 +182,23 @@ def call_of(seed: int, most_tokens: int = 450) -> Call:
     return kind(choose, most_tokens)
 
 
-def fault_of(device: str, most_tokens: int, seed: int) -> str | None:
-    """Run the call of a seed. Returns a line about its fault, or None without one."""
+def fault_of(seed: int, device: str, most_tokens: int) -> str:
+    """Run the call of a seed. Returns a line about its fault, or an empty text without one.
+
+    After an illegal memory access all calls of a process would fail. Other errors than wrong results therefore end the
+    process on a GPU.
+    """
     call = call_of(seed, most_tokens)
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
     try:
         call.check(torch.device(device))
     except Exception as error:
-        return f"{call}.check(torch.device({device!r}))  # {type(error).__name__}: {one_line(error)}"
-    return None
+        line = f"{call}.check(torch.device({device!r}))  # {type(error).__name__}: {one_line(error)}"
+        if device == "cuda" and not isinstance(error, AssertionError):
+            print(line, flush=True)
+            os._exit(1)
+        return line
+    return ""
 
 
 def search_until(end: float, first_seed: int, processes: int, device: str, prepare: Callable[[], None]) -> int:
@@ -198,17 +206,12 @@ def search_until(end: float, first_seed: int, processes: int, device: str, prepa
 
     On a CPU kernels run in Triton's interpreter, with fewer tokens. Each process begins with ``prepare``.
     """
-    run = functools.partial(fault_of, device, 450 if device == "cuda" else 140)
-    faults, seed = 0, first_seed
-    # A process ends after some calls: an illegal memory access spoils all later calls of its process.
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Pool(processes, initializer=prepare, maxtasksperchild=8) as pool:
-        while time.time() < end:
-            seeds = range(seed, seed + 8 * processes)
-            for fault in pool.imap_unordered(run, seeds):
-                if fault is not None:
-                    faults += 1
-                    print(fault, flush=True)
-            seed = seeds.stop
-    print(f"{seed - first_seed} calls of kernels, {faults} faults", flush=True)
+    task = functools.partial(fault_of, device=device, most_tokens=450 if device == "cuda" else 140)
+    calls = faults = 0
+    for _, fault in results_until(end, first_seed, task, processes, prepare):
+        calls += 1
+        faults += fault != ""  # None if the process died
+        if fault:
+            print(fault, flush=True)
+    print(f"{calls} calls of kernels, {faults} faults", flush=True)
     return faults

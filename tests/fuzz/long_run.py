@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import multiprocessing
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fuzz.draw import programs
 from fuzz.search import Failure, Statistics, search
+
+Result = TypeVar("Result")
 
 PROGRAMS_OF_A_SEED = 10
 
@@ -56,36 +59,15 @@ class LongRun:
 
     def until(self, end: float, processes: int, initializer: Callable[[], None]) -> None:
         """Run seeds until ``time.time()`` is ``end``. A program that has begun is finished."""
-        numbers = itertools.count(self.first)
-        while time.time() < end:
-            try:
-                self._with_processes(end, processes, initializer, numbers)
-            except BrokenProcessPool:
-                continue  # its seeds have been counted; new processes continue
-
-    def _with_processes(
-        self, end: float, processes: int, initializer: Callable[[], None], numbers: itertools.count[int]
-    ) -> None:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(
-            processes, mp_context=context, initializer=initializer, max_tasks_per_child=_SEEDS_OF_A_PROCESS
-        ) as pool:
-            running: dict[Future[tuple[Statistics, str]], int] = {}
-            try:
-                while running or time.time() < end:
-                    while len(running) < processes and time.time() < end:
-                        number = next(numbers)
-                        running[pool.submit(_seed, number, self.how, end)] = number
-                    for future in wait(running, timeout=_MINUTE, return_when=FIRST_COMPLETED).done:
-                        found, failure = future.result()
-                        self.add(running.pop(future), found, failure)
-                    self._write()
-            except BrokenProcessPool:
-                self.died += running.values()
-                self.failures += len(running)
-                self.seeds += len(running)
-                print(f"a process died at one of the seeds {sorted(running.values())}", flush=True)
-                raise
+        task = functools.partial(_seed, how=self.how, end=end)
+        for number, result in results_until(end, self.first, task, processes, initializer):
+            if result is None:
+                self.died.append(number)
+                self.failures += 1
+                self.seeds += 1
+            else:
+                self.add(number, *result)
+            self._write()
 
     def add(self, number: int, found: Statistics, failure: str) -> None:
         """Count a seed; ``failure`` is the text of its failing program, or empty."""
@@ -126,6 +108,48 @@ class LongRun:
         print(f"{total.safe} programs without a twist, {100 * total.share_rewritten:.0f} % of them packed")
         print(f"sites: {_named(total.outcomes)}")
         print(f"calls that ran plain: {sum(total.plain_calls.values())}")
+
+
+def results_until(
+    end: float, first: int, task: Callable[[int], Result], processes: int, initializer: Callable[[], None]
+) -> Iterator[tuple[int, Result | None]]:
+    """Run ``task`` for one seed after another, from ``first`` on, in processes that are replaced.
+
+    No task begins after ``time.time()`` is ``end``. Each process begins with ``initializer``.
+
+    Yields:
+        Each seed and its result, in the order in which tasks end; None for seeds whose process died.
+    """
+    numbers = itertools.count(first)
+    while time.time() < end:
+        running: dict[Future[Result], int] = {}
+        try:
+            yield from _results_of_processes(end, numbers, task, processes, initializer, running)
+        except BrokenProcessPool:
+            print(f"a process died at one of the seeds {sorted(running.values())}", flush=True)
+            yield from ((number, None) for number in running.values())  # new processes continue
+
+
+def _results_of_processes(
+    end: float,
+    numbers: Iterator[int],
+    task: Callable[[int], Result],
+    processes: int,
+    initializer: Callable[[], None],
+    running: dict[Future[Result], int],
+) -> Iterator[tuple[int, Result]]:
+    """:func:`results_until` until a process dies; the seeds that run then are in ``running``."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=initializer, max_tasks_per_child=_SEEDS_OF_A_PROCESS
+    ) as pool:
+        while running or time.time() < end:
+            while len(running) < processes and time.time() < end:
+                number = next(numbers)
+                running[pool.submit(task, number)] = number
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                result = future.result()
+                yield running.pop(future), result
 
 
 def _seed(number: int, how: dict[str, Any], end: float) -> tuple[Statistics, str]:

@@ -8,14 +8,15 @@ import pytest
 
 pytest.importorskip("triton")
 
+from attention_case import BOTH, INT8, ONE
+
 from kvcompile.kernels.attention.configs import attention_config
 from kvcompile.kernels.attention.divisions import Division, division_of, exact_programs_of, num_splits
 from kvcompile.kernels.attention.tuned import AttentionConfig
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.layout.operand import for_decode, packed_operand
 
-INT8, ROTATED_INT4 = "int8_per_token_head", "int4_per_token_head"
-ONE, BOTH = "[recent=1,sinks=0,bfloat16]", "[recent=2,sinks=1,bfloat16]"
+ROTATED_INT4 = "int4_per_token_head"
 HOPPER = launcher.Multiprocessor(227 << 10, 228 << 10)
 GPUS = {
     "A100": (8, launcher.Multiprocessor(163 << 10, 164 << 10)),

@@ -30,19 +30,11 @@ GROUPS = [(5, 128), (8, 64), (8, 256), (12, 128), (16, 64), (16, 256), (4, 192),
 SOME_GROUPS = {("turboquant_4bit", INT8): GROUPS[1:4], ("bfloat16", "bfloat16"): GROUPS[4:6]}
 
 
-@pytest.fixture
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return torch.device("cuda")
-
-
 def case_of(device, key, value, group_size, head_dim, **options) -> Case:
     case = Case(
         device, key, value, group_size=group_size, head_dim=head_dim, v_head_dim=head_dim, kv_len=450, **options
     )
-    if case.layouts[0].residual or case.layouts[1].residual:
-        hide_packed_form(case)
+    hide_packed_form(case)
     return case
 
 

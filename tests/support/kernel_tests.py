@@ -34,6 +34,7 @@ KERNEL_TESTS = [
     "test_latent_kernels.py",
     "test_new_tokens.py",
     "test_prefill.py",
+    "test_query_heads.py",
     "test_random_calls.py",
     "test_references.py",
     "test_store_kernel.py",
