@@ -311,7 +311,8 @@ def _attend_decode(
     items = num_items(num_entries, call.key.block_tokens, config.num_warps)
     exact_key, exact_value = _exact_operands(call.key, call.value, call.query.dtype) if items else (None, None)
     exact_programs = exact_programs_of(
-        config, items, batch * num_kv_heads * row_tiles, (num_whole + splits) * num_divided * row_tiles,
+        config, items, call.key.num_entries != call.value.num_entries, batch * num_kv_heads * row_tiles,
+        (num_whole + splits) * num_divided * row_tiles,
         ceil_div(call.kv_len, config.tokens * (1 if num_whole else splits)), num_sms,
     )  # fmt: skip
     exact_splits, exact_of_whole, own_items = exact_programs, exact_programs, 0

@@ -62,8 +62,11 @@ def attention_config(
         num_stages, programs = min(config.num_stages, num_tiles), config.programs_per_sm
         of_program = shared_nbytes + (num_stages - 1) * tile_nbytes + RESERVED_NBYTES
         is_padded = any(operand.width != operand.padded_width for operand in (key, value))
-        if is_padded or max(key.padded_head_dim, value.padded_head_dim) > 128:  # they may not have room
-            programs = max(1, min(programs, multiprocessor.shared_memory // of_program))
+        if is_padded or max(key.padded_head_dim, value.padded_head_dim) != 128:  # they may not have room
+            needed = of_program + (num_stages - 1) * config.tokens * (_scale_nbytes(key) + _scale_nbytes(value))
+            if value.tile_bits >= 16 and config.num_warps < 4:  # floats pass through shared memory once more
+                needed += config.tokens * value.tile_bits * value.padded_head_dim // 8
+            programs = max(1, min(programs, multiprocessor.shared_memory // needed))
         config = replace(config, num_stages=num_stages, programs_per_sm=programs)
         return _with_spare_programs(config, key, value, shared_nbytes, of_program, multiprocessor)
     other_nbytes = shared_nbytes
@@ -167,6 +170,13 @@ def _tile_nbytes(config: AttentionConfig, key: PackedOperand, value: PackedOpera
     """Bytes of a tile of keys and values, with at least ``least_bits`` for each channel."""
     bits = (max(operand.loaded_bits, least_bits * operand.padded_head_dim) for operand in (key, value))
     return config.tokens * sum(bits) // 8
+
+
+def _scale_nbytes(operand: PackedOperand) -> int:
+    """Bytes of scales and zero points for a token, rounded up."""
+    dtypes = [dtype for dtype in (operand.scale_dtype, operand.zero_dtype) if dtype is not None]
+    tokens = operand.block_tokens if operand.granularity == "channel" else 1
+    return -(-operand.num_scales * sum(dtype.primitive_bitwidth // 8 for dtype in dtypes) // tokens)
 
 
 def _with_room(

@@ -18,10 +18,11 @@ SCHEDULERS = 4
 """Schedulers of a multiprocessor."""
 SHORT_PROGRAM = 8
 """A program of packed tokens with fewer tiles is short."""
-ITEMS_OF_PROGRAM, ITEMS_OF_SHORT_PROGRAM = 4, 2
+ITEMS_OF_PROGRAM, ITEMS_OF_SHORT_PROGRAM, DECODED_ITEMS_OF_SHORT_PROGRAM = 4, 2, 1
 """Items of a program that attends to exact blocks alone, if there is room for so many programs.
 
-The second number is for short programs of packed tokens. More items make programs longer, and the merge shorter.
+The other numbers are for short programs of packed tokens, and for items whose keys or values are decoded. More items
+make programs longer, and the merge shorter.
 """
 TILES_OF_EXACT_ITEM = 4
 """The least tiles of a program of packed tokens for each item of a program that attends to exact blocks alone."""
@@ -61,7 +62,13 @@ def division_of(config: AttentionConfig, num_heads: int, row_tiles: int, kv_len:
 
 
 def exact_programs_of(
-    config: AttentionConfig, items: int, num_heads: int, packed_programs: int, tiles: int, num_sms: int
+    config: AttentionConfig,
+    items: int,
+    decodes: bool,
+    num_heads: int,
+    packed_programs: int,
+    tiles: int,
+    num_sms: int,
 ) -> int:
     """The number of programs that attend to the exact blocks of a KV head, and to nothing else.
 
@@ -73,6 +80,7 @@ def exact_programs_of(
     Args:
         config: the configuration of the kernel.
         items: items of the exact blocks of a KV head, see :func:`kvcompile.kernels.attention.exact_blocks.num_items`.
+        decodes: whether blocks are exact for keys only, or for values only.
         num_heads: KV heads of all sequences times tiles of query rows.
         packed_programs: programs of packed tokens.
         tiles: the most tiles of such a program.
@@ -84,7 +92,8 @@ def exact_programs_of(
     if items == 0 or config.spare_programs == 0:
         return 0
     if tiles < SHORT_PROGRAM:
-        return max(1, min(ceil_div(items, ITEMS_OF_SHORT_PROGRAM), config.spare_programs * num_sms // num_heads))
+        items_of_program = DECODED_ITEMS_OF_SHORT_PROGRAM if decodes else ITEMS_OF_SHORT_PROGRAM
+        return max(1, min(ceil_div(items, items_of_program), config.spare_programs * num_sms // num_heads))
     programs = ceil_div(items, ITEMS_OF_PROGRAM)
     if config.num_warps * config.programs_per_sm > SCHEDULERS:
         programs = min(programs, ceil_div(2 * num_sms, num_heads))

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from attention_case import MASKS, Case, hide_packed_form
@@ -21,6 +22,7 @@ from stored_bytes import assert_stores_like_the_specification, vectors
 from fuzz.long_run import results_until
 from kvcompile.errors import one_line
 from kvcompile.kernels.formats import get_format
+from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 
 FORMATS = [
@@ -41,7 +43,12 @@ LARGEST_ERROR = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-2}
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of random queries on random keys and values; ``mask`` is ``none``, ``causal`` or a name in MASKS."""
+    """Attention of random queries on random keys and values.
+
+    Attributes:
+        mask: ``none``, ``causal`` or a name in MASKS.
+        num_sms: the work is divided as for a device with so many multiprocessors: with few, programs have many tiles.
+    """
 
     key: str
     value: str
@@ -56,6 +63,7 @@ class Attention:
     mask: str
     sinks: bool
     softcap: float
+    num_sms: int
 
     @classmethod
     def draw(cls, choose: random.Random, most_tokens: int) -> Attention:
@@ -72,6 +80,7 @@ class Attention:
         return cls(
             key, value, head_dim, v_head_dim, dtype, choose.choice([1, 2, 3]), choose.choice([1, 2, 3]), group_size,
             q_len, kv_len, mask, choose.random() < 0.2, choose.choice([0.0, 0.0, 0.0, 5.0]),
+            choose.choice([1, 2, 5, 20, 132, 132]),
         )  # fmt: skip
 
     def check(self, device: torch.device) -> None:
@@ -89,7 +98,9 @@ class Attention:
             "sinks": torch.linspace(-2, 2, num_heads) if self.sinks else None,
             "softcap": self.softcap,
         }
-        actual, expected = case.kernel(**options).float(), case.expected(**options)
+        with mock.patch.object(launcher, "num_sms_of", lambda device: self.num_sms):
+            actual = case.kernel(**options).float()
+        expected = case.expected(**options)
         error = (actual - expected).norm() / expected.norm().clamp(min=1e-6)
         assert error <= LARGEST_ERROR[self.dtype], f"relative error {error:.1e}"
 
@@ -206,7 +217,7 @@ def search_until(end: float, first_seed: int, processes: int, device: str, prepa
 
     On a CPU kernels run in Triton's interpreter, with fewer tokens. Each process begins with ``prepare``.
     """
-    task = functools.partial(fault_of, device=device, most_tokens=450 if device == "cuda" else 140)
+    task = functools.partial(fault_of, device=device, most_tokens=1500 if device == "cuda" else 140)
     calls = faults = 0
     for _, fault in results_until(end, first_seed, task, processes, prepare):
         calls += 1

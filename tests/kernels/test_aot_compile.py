@@ -350,6 +350,22 @@ def test_attention_to_exact_blocks_compiles(value, options, compiled):
     assert len(compiled["attention"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "head_dim"),
+    [
+        ("turboquant_3bit", "turboquant_3bit" + RESIDUAL, 16),
+        ("int4_per_channel" + RESIDUAL, ROTATED_INT4, 64),
+    ],
+)
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_rows_that_are_decoded_beside_exact_blocks_may_have_sixteen_columns(key, value, head_dim, attending):
+    """With 16 channels, or with the 16 tokens of one warp; :class:`CompileOnly` checks the columns of operands."""
+    attend(key, value, head_dim=head_dim)
+    (kernel,) = attending["attention"]
+    assert kernel.metadata.num_warps == 1
+    assert re.search(r"tt\.dot .* : tensor<\d+x16x", kernel.asm["ttgir"])
+
+
 FETCHED_AT_LAUNCH = 64 << 10
 """Bytes of a kernel that a device fetches when it launches the kernel."""
 

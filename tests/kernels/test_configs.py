@@ -35,8 +35,8 @@ GPUS = {
         ("turboquant_4bit", "turboquant_4bit", 128, (3, 2, 4, 4, 4, 2, 1), (2, 2, 3, 3, 3, 2, 2)),
         (INT8, INT8, 128, (3, 2, 2, 2, 2, 2, 1), (2, 2, 4, 4, 4, 2, 2)),
         ("turboquant_3bit", "turboquant_3bit", 128, (2, 2, 2, 8, 8, 2, 1), (2, 2, 3, 3, 3, 2, 2)),
-        ("int4_per_channel" + ONE, "int4_per_token_head", 128, (3, 2, 2, 4, 4, 2, 1), (2, 2, 3, 3, 3, 2, 2)),
-        ("int4_per_channel" + ONE, "int4_per_token_head", 64, (3, 3, 2, 4, 4, 3, 1), (2, 2, 3, 3, 3, 2, 2)),
+        ("int4_per_channel" + ONE, "int4_per_token_head", 128, (3, 2, 4, 4, 4, 2, 1), (2, 2, 3, 3, 3, 2, 2)),
+        ("int4_per_channel" + ONE, "int4_per_token_head", 64, (3, 3, 4, 8, 4, 3, 1), (2, 2, 3, 3, 3, 2, 2)),
         ("turboquant_4bit", "turboquant_4bit", 64, (3, 3, 4, 8, 4, 3, 1), (2, 2, 3, 3, 3, 2, 2)),
         (INT8, INT8, 96, (3, 2, 2, 3, 2, 2, 1), (2, 2, 4, 4, 4, 2, 2)),
         ("turboquant_3.5bit", "turboquant_3.5bit", 128, (2, 2, 6, 6, 5, 2, 1), (2, 2, 2, 2, 2, 2, 2)),
@@ -154,7 +154,12 @@ TWO_WARPS = dataclasses.replace(ONE_WARP, programs_per_sm=8, spare_programs=1)
 def test_programs_of_exact_blocks_end_before_those_of_packed_tokens(
     config, items, num_heads, packed_programs, tiles, programs
 ):
-    assert exact_programs_of(config, items, num_heads, packed_programs, tiles, 132) == programs
+    assert exact_programs_of(config, items, False, num_heads, packed_programs, tiles, 132) == programs
+
+
+def test_items_that_are_decoded_have_a_program_each_beside_short_programs():
+    assert exact_programs_of(ONE_WARP, 4, True, 64, 512, 2, 132) == 4
+    assert exact_programs_of(ONE_WARP, 4, True, 8, 528, 31, 132) == 1
 
 
 def config_of(gpu: str, key: str, value: str, head_dim: int, rows: int, row_mask: str = "none") -> AttentionConfig:
@@ -200,10 +205,3 @@ def test_with_a_float_mask_for_each_row_a_warp_has_half_as_many_tokens(rows, hea
     for row_mask, tokens in (("bool", 64), ("float", 32)):
         config = config_of("H200", ROTATED_INT4, ROTATED_INT4, head_dim, rows, row_mask)
         assert config.tokens // config.num_warps <= tokens
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_rotated_values_beside_exact_keys_have_two_warps(head_dim):
-    """With one warp they are decoded wrongly (Triton 3.6)."""
-    for rows in (4, 8, 16, 64):
-        assert config_of("H200", "int4_per_channel" + ONE, ROTATED_INT4, head_dim, rows).num_warps >= 2

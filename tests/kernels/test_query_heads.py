@@ -70,6 +70,22 @@ def test_several_tokens_of_many_query_heads_see_their_own_part_of_the_cache(
     case.check(torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "head_dim"),
+    [
+        ("turboquant_3bit", "turboquant_4bit" + BOTH, 16),
+        (ROTATED_INT4, "int8_per_token_head" + BOTH, 16),
+        ("int4_per_channel" + ONE, ROTATED_INT4, 32),
+        ("int4_per_channel" + ONE, "turboquant_4bit", 64),
+        ("turboquant_3bit" + BOTH, "turboquant_2bit", 256),
+    ],
+)
+@pytest.mark.parametrize("group_size", [2, 32])
+def test_blocks_may_be_exact_for_keys_or_for_values_alone(key, value, head_dim, group_size, device):
+    """The rows of the other operand are decoded: 16 channels, or 16 tokens, are the first operand of a product."""
+    case_of(device, key, value, group_size, head_dim, batch=2, num_kv_heads=2).check()
+
+
 @pytest.mark.parametrize("key", ["int4_per_channel", "int8_per_channel"])
 @pytest.mark.parametrize(("group_size", "head_dim"), [(4, 64), (16, 128), (16, 256)])
 def test_scales_per_channel_serve_float32_queries_of_many_heads(key, group_size, head_dim, device):
