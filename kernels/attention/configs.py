@@ -75,10 +75,7 @@ def attention_config(
     scaled_levels = float32 and any(operand.granularity != "token" for operand in (key, value))
     if scaled_levels or max(key.tile_bits, value.tile_bits) >= 16:
         other_nbytes += _tile_nbytes(config, key, value, least_bits=32 if float32 else 0)
-    elif any(
-        operand.granularity == "group" or operand.word_fields or _unpacks_without_ptx(operand)
-        for operand in (key, value)
-    ):
+    elif any(operand.word_fields or _unpacks_without_ptx(operand) for operand in (key, value)):
         other_nbytes += _tile_nbytes(config, key, value, least_bits=16) // 2  # of keys or of values
     else:
         other_nbytes += tile_nbytes if config.num_stages == 1 else 0

@@ -11,7 +11,7 @@ from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows
 from kvcompile.kernels.tiles.levels import unpack
-from kvcompile.kernels.tiles.packed import load_packed
+from kvcompile.kernels.tiles.packed import has_several_scales, load_packed, of_plane
 from kvcompile.kernels.tiles.rotation import hadamard_ones, with_random_signs
 from kvcompile.kernels.tiles.runs import unrotate_levels, unrotation_matrix
 
@@ -86,7 +86,7 @@ def _dequantize_block(
     """Dequantize the tokens of a packed block."""
     ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
     packed, scale, zero = load_packed(ptr, stride_block, tokens_left, OPERAND, OPERAND.block_tokens)
-    levels = unpack(packed, scale, zero, OPERAND)
+    levels = unpack(packed, OPERAND)
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     if OPERAND.rotated:
         x = _rotate_levels(levels, scale, zero, matrix, OPERAND, PRECISION)
@@ -94,12 +94,11 @@ def _dequantize_block(
     else:
         for plane in tl.static_range(NUM_PLANES):
             x = levels[plane].to(tl.float32)
-            if OPERAND.granularity != "group":  # levels of groups include scales and zero points
-                x = x * OPERAND.gains[plane]
-                if OPERAND.has_scale:
-                    x = x * _of_codes(scale, plane, OPERAND)
-                if OPERAND.has_zero:
-                    x = x + _of_codes(zero, plane, OPERAND)
+            x = x * OPERAND.gains[plane]
+            if OPERAND.has_scale:
+                x = x * _of_codes(scale, plane, OPERAND)
+            if OPERAND.has_zero:
+                x = x + _of_codes(zero, plane, OPERAND)
             if OPERAND.column_major:
                 x = tl.trans(x)
             _store_rows(out_ptr + plane * OPERAND.width, x * static_scale, tokens_left, OPERAND.width, OPERAND, PADDED)
@@ -122,8 +121,8 @@ def _of_codes(metadata, plane: tl.constexpr, OPERAND: tl.constexpr):
     """Scales or zero points of one block, as float32 that broadcasts to a plane of its codes."""
     if OPERAND.granularity == "channel":
         x = metadata[plane].to(tl.float32)
-    elif OPERAND.granularity == "plane":
-        x = metadata[plane][None, :] if OPERAND.column_major else metadata[plane][:, None]
+    elif has_several_scales(OPERAND):
+        x = of_plane(metadata, plane, OPERAND)
     elif OPERAND.column_major:
         x = metadata[None, :]
     else:

@@ -20,6 +20,7 @@ from kvcompile.kernels.lang.planes import planes_of
 from kvcompile.kernels.lang.tiles import transposed
 from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.levels import unpack
+from kvcompile.kernels.tiles.packed import has_several_scales, of_plane
 from kvcompile.kernels.tiles.rotation import hadamard_ones, with_random_signs
 from kvcompile.kernels.tiles.runs import unrotate_levels, unrotation_matrix
 
@@ -97,7 +98,7 @@ def scores_with_factors(
         kv_len: the number of tokens in the cache; later tokens get the factor 0.
     """
     packed, scale, zero = keys
-    levels = unpack(packed, scale, zero, KEY)
+    levels = unpack(packed, KEY)
     if KEY.rotated:
         vectors = (_unrotated(levels, scale, zero, query[2], KEY, PRECISION),)
     else:
@@ -142,8 +143,10 @@ def _decoded(level, scale, zero, PLANE: tl.constexpr, KEY: tl.constexpr, TOKENS:
         if KEY.has_zero:
             x += zero[PLANE].to(tl.float32)[:, None, :]
         x = tl.reshape(x, [TOKENS, WIDTH])
-    elif KEY.granularity == "plane":
-        x = level.to(tl.float32) * (scale[PLANE] * GAIN)[:, None]
+    elif has_several_scales(KEY):
+        x = level.to(tl.float32) * (of_plane(scale, PLANE, KEY) * GAIN)
+        if KEY.has_zero:
+            x += of_plane(zero, PLANE, KEY)
     elif KEY.granularity == "token" and KEY.has_zero:
         x = level.to(tl.float32) * (scale * GAIN)[:, None] + zero[:, None]
     elif GAIN != 1.0:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from kvcompile.kernels.lang.planes import planes_of
 from kvcompile.kernels.lang.tiles import normalise_rows, round_to_integer, transposed
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.tiles.packed import has_several_scales
 from kvcompile.kernels.tiles.rotation import rotate
 from kvcompile.kernels.tiles.visible_range import visible_tokens
 
@@ -106,7 +107,8 @@ def query_of(q, score_scale, KEY: tl.constexpr, NUM_WARPS: tl.constexpr):
             of the products, and planes by their relative gains. In digits, a pair: this tuple, and [rows], the product
             of the query with the constant offset of all levels, in the units of the scores.
         factor: [rows], undoes the scaling of rows and includes the scale of the scores.
-        q_sum: [rows], the sum over the channels of the scaled query, in the units of the scores.
+        q_sum: [rows], the sum over the channels of the scaled query, in the units of the scores; a tuple with the sum
+            of each group if keys have zero points per group.
     """
     q = q.to(tl.float32)
     if KEY.rotated:
@@ -127,7 +129,7 @@ def _query_in_floats(q, score_scale, KEY: tl.constexpr):
     """:func:`query_of` for products of floats."""
     q, factor = normalise_rows(q, KEY.query_exponent, KEY.dtype)
     factor = factor * score_scale
-    q_sum = tl.sum(q.to(tl.float32), 1) * factor
+    q_sum = _sums_of_groups(q.to(tl.float32), factor, KEY)
     planes = transposed(planes_of(q, KEY), KEY)
     columns = ()
     NUM_PLANES: tl.constexpr = KEY.num_planes
@@ -135,6 +137,20 @@ def _query_in_floats(q, score_scale, KEY: tl.constexpr):
         x = planes[plane] * KEY.relative_gains[plane]
         columns = columns + (columns_of(x, max(8, q.shape[0])),)  # noqa: RUF005
     return columns, factor * KEY.largest_gain, q_sum
+
+
+@jit
+def _sums_of_groups(q, factor, KEY: tl.constexpr):
+    """The sums ``q_sum`` of :func:`query_of`."""
+    if has_several_scales(KEY) and KEY.has_zero:
+        group = tl.arange(0, KEY.padded_head_dim)[None, :] // KEY.group_size
+        sums = ()
+        NUM_SCALES: tl.constexpr = KEY.num_scales
+        for i in tl.static_range(NUM_SCALES):
+            sums = sums + (tl.sum(tl.where(group == i, q, 0.0), 1) * factor,)  # noqa: RUF005
+    else:
+        sums = tl.sum(q, 1) * factor
+    return sums
 
 
 @jit

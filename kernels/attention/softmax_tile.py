@@ -6,6 +6,7 @@ from kvcompile.kernels.attention.query import columns_of, first_columns, in_digi
 from kvcompile.kernels.lang.tiles import exp2_of_each, log2, transposed
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.levels import integers_of_bytes, unpack
+from kvcompile.kernels.tiles.packed import groups_of_plane, has_several_scales, in_group
 
 
 @jit
@@ -18,10 +19,10 @@ def packed_scores(
     if in_digits(KEY, factor.shape[0], NUM_WARPS):
         scores = scores_of_digits(integers_of_bytes(packed, KEY), query, KEY)
     else:
-        if KEY.granularity == "plane":
-            products = _scaled_products_of(unpack(packed, scale, zero, KEY), scale, q_planes, KEY, PRECISION)
+        if has_several_scales(KEY):
+            products = _scaled_products_of(unpack(packed, KEY), scale, q_planes, KEY, PRECISION)
         elif KEY.granularity != "channel":
-            products = products_of(unpack(packed, scale, zero, KEY), q_planes, KEY, PRECISION)
+            products = products_of(unpack(packed, KEY), q_planes, KEY, PRECISION)
         elif KEY.block_tokens < TOKENS or NUM_WARPS == 1:
             products = _scores_of_blocks(packed, scale, zero, q_planes, KEY, PRECISION, TOKENS)
         else:
@@ -32,6 +33,10 @@ def packed_scores(
             scores = scale[:, None] * scores
         if KEY.has_zero:
             scores += zero[:, None] * q_sum[None, :]
+    elif has_several_scales(KEY) and KEY.has_zero:
+        NUM_SCALES: tl.constexpr = KEY.num_scales
+        for i in tl.static_range(NUM_SCALES):
+            scores += zero[i][:, None] * q_sum[i][None, :]
     return scores
 
 
@@ -47,12 +52,29 @@ def products_of(levels, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
 
 @jit
 def _scaled_products_of(levels, scale, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
-    """``sum of scale * (level . q)`` over planes with separate scales, float32 [tokens, rows]."""
-    products = tl.dot(levels[0], q_planes[0], input_precision=PRECISION) * scale[0][:, None]
+    """``sum of scale * (level . q)`` over planes or groups with separate scales, float32 [tokens, rows]."""
+    products = _scaled_products_of_plane(levels[0], scale, q_planes[0], 0, KEY, PRECISION)
     OTHER_PLANES: tl.constexpr = KEY.num_planes - 1
     for plane in tl.static_range(OTHER_PLANES):
-        product = tl.dot(levels[plane + 1], q_planes[plane + 1], input_precision=PRECISION)
-        products += product * scale[plane + 1][:, None]
+        products += _scaled_products_of_plane(levels[plane + 1], scale, q_planes[plane + 1], plane + 1, KEY, PRECISION)
+    return products
+
+
+@jit
+def _scaled_products_of_plane(level, scale, q, PLANE: tl.constexpr, KEY: tl.constexpr, PRECISION: tl.constexpr):
+    """``scale * (level . q)`` for a plane, summed over its groups, float32 [tokens, rows].
+
+    If a plane has several groups, its levels are multiplied by the query of each group, which is 0 elsewhere.
+    """
+    GROUPS: tl.constexpr = groups_of_plane(KEY, PLANE)
+    if len(GROUPS) == 1:
+        products = tl.dot(level, q, input_precision=PRECISION) * scale[GROUPS[0]][:, None]
+    else:
+        column = tl.arange(0, KEY.padded_width)[:, None]
+        products = tl.full([level.shape[0], q.shape[1]], 0.0, tl.float32)
+        for i in tl.static_range(len(GROUPS)):
+            q_of_group = tl.where(in_group(column, PLANE, GROUPS[i], KEY), q, 0.0).to(q.dtype)
+            products += tl.dot(level, q_of_group, input_precision=PRECISION) * scale[GROUPS[i]][:, None]
     return products
 
 
@@ -83,7 +105,7 @@ def _scores_of_blocks(
             zero_products += plane_products * (1.0 / KEY.gains[plane])
         repeated = tl.broadcast_to(zero_products[:, None, :, :], [BLOCKS, KEY.block_tokens // 16, 16, ROWS])
         products = tl.reshape(repeated, [BLOCKS, KEY.block_tokens, ROWS])
-    levels = unpack(packed, scale, zero, KEY)
+    levels = unpack(packed, KEY)
     for plane in tl.static_range(NUM_PLANES):
         q = tl.broadcast_to(q_planes[plane][None, :, :], [BLOCKS, WIDTH, ROWS])
         scaled = q * scale[plane][:, :, None]
@@ -98,7 +120,7 @@ def _scores_of_block(packed, scale, zero, q_planes, KEY: tl.constexpr, PRECISION
     NUM_PLANES: tl.constexpr = KEY.num_planes
     scale, largest = _normalise_scales(scale, KEY)
     products = tl.full([KEY.block_tokens, q_planes[0].shape[1]], 0.0, tl.float32)
-    levels = unpack(packed, scale, zero, KEY)
+    levels = unpack(packed, KEY)
     for plane in tl.static_range(NUM_PLANES):
         if KEY.has_zero:
             zeros = tl.broadcast_to(zero[plane].to(KEY.dtype), [KEY.block_tokens, KEY.padded_width])
@@ -239,7 +261,7 @@ def store_log_sum(lse_ptr, row, maximum, total_log2, seen, in_query):
 @constexpr_function
 def weighs_scales(value):
     """Whether weights contain a scale per token."""
-    return value.has_scale and value.granularity in ("token", "plane")
+    return value.has_scale and value.granularity != "channel"
 
 
 @jit
@@ -247,6 +269,7 @@ def empty_state(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, VALUE: tl.constexpr
     """The state (maximum, scale_maximum, p_sum, zero_sum, accs) before the first tile.
 
     ``accs`` has a tile [padded_width, columns] for each plane of VALUE; for the sums see :func:`_sum_in_thread`.
+    ``zero_sum`` is a tuple with a sum for each group if values have zero points per group.
     """
     acc = tl.full([VALUE.padded_width, max(ROWS, 8)], 0.0, tl.float32)
     sums = tl.full([NUM_WARPS, 8, ROWS], 0.0, tl.float32)
@@ -255,14 +278,20 @@ def empty_state(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, VALUE: tl.constexpr
     NUM_PLANES: tl.constexpr = VALUE.num_planes
     for _ in tl.static_range(NUM_PLANES):
         accs = accs + (acc,)  # noqa: RUF005
-    return lowest, tl.max(lowest, 0), sums, sums, accs
+    zero_sum = sums
+    if has_several_scales(VALUE) and VALUE.has_zero:
+        zero_sum = ()
+        NUM_SCALES: tl.constexpr = VALUE.num_scales
+        for _ in tl.static_range(NUM_SCALES):
+            zero_sum = zero_sum + (sums,)  # noqa: RUF005
+    return lowest, tl.max(lowest, 0), sums, zero_sum, accs
 
 
 @jit
 def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
     """Scales and zero points per token of a tile of packed values, [tokens]; arbitrary if the format has none."""
     _, scale, zero = values
-    if VALUE.granularity == "plane":
+    if has_several_scales(VALUE):
         scale = _largest_scale(scale, VALUE)
         zero = scale
     elif VALUE.granularity != "token":
@@ -273,11 +302,11 @@ def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
 
 @jit
 def _largest_scale(scale, VALUE: tl.constexpr):
-    """The largest scale of a vector that has one for each plane, [tokens]."""
+    """The largest scale of a vector that has several, [tokens]."""
     largest = scale[0]
-    OTHER_PLANES: tl.constexpr = VALUE.num_planes - 1
-    for plane in tl.static_range(OTHER_PLANES):
-        largest = tl.maximum(largest, scale[plane + 1], propagate_nan=tl.PropagateNan.ALL)
+    OTHER_SCALES: tl.constexpr = VALUE.num_scales - 1
+    for i in tl.static_range(OTHER_SCALES):
+        largest = tl.maximum(largest, scale[i + 1], propagate_nan=tl.PropagateNan.ALL)
     return largest
 
 
@@ -291,14 +320,15 @@ def attend_packed(
     ``scores`` are the results of :func:`visible_scores` unless the tile ``is_whole``. ``scale`` and ``zero`` are the
     results of :func:`token_metadata`, and 1 and 0 for tokens that are not ``in_cache``.
     """
+    if has_several_scales(VALUE) and VALUE.has_zero:
+        zero = _zeros_of_tokens(values[2], in_cache, VALUE)
     maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
         state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
     )
-    levels = value_levels(values[0], values[1], values[2], VALUE)
-    MAY_BE_NAN: tl.constexpr = VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8
-    if MAY_BE_NAN and not is_whole:
+    levels = value_levels(values[0], VALUE)
+    if VALUE.code_dtype != tl.uint8 and not is_whole:
         levels = levels_of_tokens(levels, in_cache)
-    if VALUE.granularity == "plane":
+    if has_several_scales(VALUE):
         accs = _accumulate_planes(state[4], levels, weight, values[1], in_cache, decay, VALUE, PRECISION)
     else:
         accs = accumulate(state[4], levels, weight, decay, VALUE, PRECISION)
@@ -306,9 +336,9 @@ def attend_packed(
 
 
 @jit
-def value_levels(packed, scale, zero, VALUE: tl.constexpr):
+def value_levels(packed, VALUE: tl.constexpr):
     """The levels of each plane of values, [width, tokens]. A tensor that also serves as keys is transposed for it."""
-    levels = unpack(packed, scale, zero, VALUE)
+    levels = unpack(packed, VALUE)
     if not VALUE.column_major:
         levels = transposed(levels, VALUE)
     return levels
@@ -365,6 +395,13 @@ def weigh(
     if VALUE.has_zero and VALUE.granularity == "token":
         zero_per_weight = (zero * scale_inverse)[:, None]
         zero_sum = zero_sum * decay[None, None, :] + _sum_in_thread(weight * zero_per_weight, KEY, NUM_WARPS)
+    elif VALUE.has_zero and has_several_scales(VALUE):
+        sums = ()
+        NUM_SCALES: tl.constexpr = VALUE.num_scales
+        for i in tl.static_range(NUM_SCALES):
+            zeros = _sum_in_thread(p * zero[i][:, None], KEY, NUM_WARPS)
+            sums = sums + (zero_sum[i] * decay[None, None, :] + zeros,)  # noqa: RUF005
+        zero_sum = sums
     return maximum, scale_maximum, p_sum, zero_sum, decay, weight.to(VALUE.dtype)
 
 
@@ -398,19 +435,52 @@ def accumulate(accs, levels, weight, decay, VALUE: tl.constexpr, PRECISION: tl.c
 
 @jit
 def _accumulate_planes(accs, levels, weight, scale, in_cache, decay, VALUE: tl.constexpr, PRECISION: tl.constexpr):
-    """:func:`accumulate` for planes with separate scales. The weights contain the largest of these scales."""
+    """:func:`accumulate` for planes or groups with separate scales. The weights contain the largest of these scales."""
     largest = _largest_scale(scale, VALUE)
     inverse = 1.0 / tl.where(largest == 0, 1.0, largest)
     new_accs = ()
     NUM_PLANES: tl.constexpr = VALUE.num_planes
     decay = columns_of(decay[None, :], accs[0].shape[1])
     for plane in tl.static_range(NUM_PLANES):
-        relative = tl.where(in_cache, scale[plane] * inverse, 0.0)  # bytes that were never written may be NaN
-        plane_weight = (weight.to(tl.float32) * relative[:, None]).to(weight.dtype)
-        plane_weight = columns_of(plane_weight, accs[plane].shape[1])
-        product = tl.dot(levels[plane], plane_weight, input_precision=PRECISION)
+        product = _weighed_plane(levels[plane], weight, scale, inverse, in_cache, plane, VALUE, PRECISION)
         new_accs = new_accs + (tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product),)  # noqa: RUF005
     return new_accs
+
+
+@jit
+def _weighed_plane(
+    level, weight, scale, inverse, in_cache, PLANE: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The product of a plane with weights that are multiplied by ``scale * inverse``, [width, columns].
+
+    If a plane has several groups, its levels are multiplied by the weights of each group.
+    """
+    GROUPS: tl.constexpr = groups_of_plane(VALUE, PLANE)
+    product = _product_of_scale(level, weight, scale[GROUPS[0]] * inverse, in_cache, PRECISION)
+    column = tl.arange(0, VALUE.padded_width)[:, None]
+    for i in tl.static_range(1, len(GROUPS)):
+        other = _product_of_scale(level, weight, scale[GROUPS[i]] * inverse, in_cache, PRECISION)
+        product = tl.where(in_group(column, PLANE, GROUPS[i], VALUE), other, product)
+    return product
+
+
+@jit
+def _product_of_scale(level, weight, relative, in_cache, PRECISION: tl.constexpr):
+    """The product of levels [width, tokens] with weights that are multiplied by ``relative``, [tokens]."""
+    relative = tl.where(in_cache, relative, 0.0)  # bytes that were never written may be NaN
+    weight = (weight.to(tl.float32) * relative[:, None]).to(weight.dtype)
+    weight = columns_of(weight, max(8, weight.shape[1]))
+    return tl.dot(level, weight, input_precision=PRECISION)
+
+
+@jit
+def _zeros_of_tokens(zero, in_cache, VALUE: tl.constexpr):
+    """Zero points of groups, a tuple of [tokens]; 0 for tokens that are not ``in_cache``."""
+    zeros = ()
+    NUM_SCALES: tl.constexpr = VALUE.num_scales
+    for i in tl.static_range(NUM_SCALES):
+        zeros = zeros + (tl.where(in_cache, zero[i], 0.0),)  # noqa: RUF005
+    return zeros
 
 
 @jit

@@ -258,8 +258,10 @@ def tuned_config(
     tables = TABLES_OF.get(capability)
     codes = key.tile_bits, value.tile_bits
     channels = max(key.padded_head_dim, value.padded_head_dim)
-    if tables is None or key is value or _spills(capability, key, value, rows):
+    if tables is None or key is value:
         return None
+    if has_unequal_planes(key, value) and None in (key.unpack_ptx, value.unpack_ptx):
+        return None  # they spill
     if tables == 8:
         return AMPERE.get(codes) if channels <= 128 and rows <= 8 else None
     if has_unequal_planes(key, value):
@@ -314,18 +316,3 @@ def _with_wide_copies(config: AttentionConfig, key: PackedOperand) -> AttentionC
 def has_unequal_planes(key: PackedOperand, value: PackedOperand) -> bool:
     """Whether keys or values have planes of unequal bits, or words."""
     return not (key.has_equal_planes and value.has_equal_planes)
-
-
-def _spills(capability: int, key: PackedOperand, value: PackedOperand, rows: int) -> bool:
-    """Whether the tuned configuration spills.
-
-    It spills if unequal planes are unpacked without inline PTX. It also spills if scales are per group: they take as
-    many float32 registers as the levels of a plane. On Hopper it then spills 10 KiB of a thread for
-    ``int4_per_group_128``, and the portable configuration spills nothing. With 8 bits, which have one plane, the tuned
-    configuration spills 64 bytes with up to 128 channels and 8 rows, and 1.4 KiB with 256 channels.
-    """
-    if has_unequal_planes(key, value) and None in (key.unpack_ptx, value.unpack_ptx):
-        return True
-    is_small = max(key.padded_head_dim, value.padded_head_dim) <= 128 and rows <= 8
-    is_measured = capability == 9 and min(key.tile_bits, value.tile_bits) >= 8 and is_small
-    return "group" in (key.granularity, value.granularity) and not is_measured

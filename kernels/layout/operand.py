@@ -87,7 +87,8 @@ class PackedOperand:
         block_tokens: tokens of a block.
         block_bytes: bytes of a block.
         gain: the ratio of a level in the specification to the same level in the codec.
-        unpack_gains: for each plane, the ratio of a level in the specification to the number that ``unpack_ptx`` makes.
+        gains: for each plane, the ratio of a level in the specification to the number that
+            :func:`kvcompile.kernels.tiles.levels.unpack` makes.
         codec: the codec of the format.
         ptx: the major compute capability whose inline PTX can run, or 0.
         unpack_ptx: the codec's PTX texts for that capability; None without them, for products in float32, and if
@@ -133,7 +134,7 @@ class PackedOperand:
     block_tokens: int
     block_bytes: int
     gain: float
-    unpack_gains: tuple[float, ...]
+    gains: tuple[float, ...]
     codec: Codec
     ptx: int
     unpack_ptx: tuple[str, ...] | None
@@ -152,11 +153,6 @@ class PackedOperand:
     def num_entries(self) -> int:
         """Entries of the header, which hold exact blocks; 0 without a residual."""
         return 0 if self.residual is None else self.residual.num_entries
-
-    @property
-    def gains(self) -> tuple[float, ...]:
-        """For each plane, a factor that :func:`kvcompile.kernels.tiles.levels.unpack` leaves to its caller."""
-        return (1.0,) * self.num_planes if self.granularity == "group" else self.unpack_gains
 
     @property
     def largest_gain(self) -> float:
@@ -326,7 +322,7 @@ def packed_operand(
         block_tokens=BLOCK_TOKENS,
         block_bytes=layout.block_bytes,
         gain=fmt.gain,
-        unpack_gains=tuple(fmt.gain * gain for gain in unpack_gains or (1.0,) * fmt.num_planes),
+        gains=tuple(fmt.gain * gain for gain in unpack_gains or (1.0,) * fmt.num_planes),
         codec=fmt.codec,
         ptx=ptx,
         unpack_ptx=unpack_ptx,
@@ -341,7 +337,14 @@ def packed_operand(
 @functools.cache
 def for_decode(operand: PackedOperand) -> PackedOperand:
     """The description of the same data for decode attention."""
-    return _nested(_in_pieces(operand))
+    return _nested(_in_pieces(_without_single_groups(operand)))
+
+
+def _without_single_groups(operand: PackedOperand) -> PackedOperand:
+    """The description of vectors of one group, whose scales are scales per token."""
+    if operand.granularity != "group" or operand.num_scales > 1:
+        return operand
+    return replace(operand, name=f"{operand.name}_of_tokens", granularity="token")
 
 
 def _nested(operand: PackedOperand) -> PackedOperand:

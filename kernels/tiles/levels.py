@@ -8,11 +8,8 @@ from kvcompile.kernels.tiles.packed import tiles_of_words
 
 
 @jit
-def unpack(packed, scale, zero, OPERAND: tl.constexpr):
-    """Unpack a tile: the levels of each plane, divided by the gain of the plane, in the dtype of the products.
-
-    With scales per group the results are dequantized values, because these scales cannot be taken out of the products.
-    """
+def unpack(packed, OPERAND: tl.constexpr):
+    """Unpack a tile: the levels of each plane, divided by the gain of the plane, in the dtype of the products."""
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     if OPERAND.unpack_ptx is not None:
         planes = halves_of_bytes(packed, OPERAND)
@@ -36,14 +33,6 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
         for plane in tl.static_range(NUM_PLANES):
             codes = _codes_of_plane(packed, plane, OPERAND)
             planes = planes + (OPERAND.codec.levels(codes, plane, OPERAND).to(OPERAND.dtype),)  # noqa: RUF005
-    if OPERAND.granularity == "group":
-        values = ()
-        for plane in tl.static_range(NUM_PLANES):
-            value = planes[plane].to(tl.float32) * (scale[plane] * OPERAND.unpack_gains[plane])
-            if OPERAND.has_zero:
-                value += zero[plane]
-            values = values + (value.to(OPERAND.dtype),)  # type: ignore[assignment]  # noqa: RUF005
-        planes = values
     return planes
 
 

@@ -20,9 +20,8 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
         Code sections are tiles [tokens, width] of keys or [width, tokens] of values: first the section ``codes``, then
         the high sections as :func:`_load_high_bits` returns them. If planes are loaded in pieces, they are the tiles of
         :func:`_load_pieces`; for words, the tiles of :func:`load_words`. Scales and zero points are float32 [tokens] if
-        they are per token. Per group they are a tuple with a float32 tile for each plane, which broadcasts to the
-        codes. Per channel they are a tuple with a tile [blocks, width] for each plane, in the dtype of the section. Per
-        plane they are a tuple with a float32 tile [tokens] for each plane.
+        they are per token. Per plane or per group they are a tuple with a float32 tile [tokens] for each. Per channel
+        they are a tuple with a tile [blocks, width] for each plane, in the dtype of the section.
     """
     token = tl.arange(0, TOKENS)
     block, row = token // OPERAND.block_tokens, token % OPERAND.block_tokens
@@ -227,6 +226,8 @@ def _load_metadata(
     block_offset = block.to(tl.int64) * (stride_block // (DTYPE.primitive_bitwidth // 8))
     if OPERAND.granularity == "token":
         metadata = tl.load(ptr + block_offset + row, mask=exists, other=0.0).to(tl.float32)
+    elif OPERAND.granularity == "group":
+        metadata = _load_scales_of_groups(ptr, block_offset, row, exists, OPERAND)
     elif OPERAND.granularity == "plane":
         metadata = _load_scales_of_planes(ptr, block_offset, row, exists, OPERAND)
     else:
@@ -234,21 +235,75 @@ def _load_metadata(
         NUM_PLANES: tl.constexpr = OPERAND.num_planes
         for plane in tl.static_range(NUM_PLANES):
             index = plane * OPERAND.width + column
-            if OPERAND.granularity == "group" or OPERAND.width != OPERAND.padded_width:
+            if OPERAND.width != OPERAND.padded_width:
                 index = tl.minimum(index, OPERAND.head_dim - 1)
-            if OPERAND.granularity == "group":
-                index //= OPERAND.group_size
-            row_offset = block_offset
-            if OPERAND.granularity == "group":
-                row_offset += row * OPERAND.num_scales
             if OPERAND.column_major:
-                ptrs, mask = ptr + index[:, None] + row_offset[None, :], exists[None, :]
+                ptrs, mask = ptr + index[:, None] + block_offset[None, :], exists[None, :]
             else:
-                ptrs, mask = ptr + row_offset[:, None] + index[None, :], exists[:, None]
+                ptrs, mask = ptr + block_offset[:, None] + index[None, :], exists[:, None]
             tile = tl.load(ptrs, mask=mask, other=0.0)
-            if OPERAND.granularity == "group":
-                tile = tile.to(tl.float32)
             metadata = metadata + (tile,)  # noqa: RUF005
+    return metadata
+
+
+@constexpr_function
+def has_several_scales(operand):
+    """Whether the channels of a vector have several scales: one for each plane, or for each group."""
+    return operand.granularity in ("plane", "group")
+
+
+@constexpr_function
+def groups_of_plane(operand, plane):
+    """The numbers of the scales of a plane, if scales are per plane or per group."""
+    if operand.granularity == "plane":
+        return (plane,)
+    first, end = plane * operand.width, min((plane + 1) * operand.width, operand.head_dim)
+    return tuple(range(first // operand.group_size, -(-end // operand.group_size)))
+
+
+@jit
+def in_group(column, PLANE: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.constexpr):
+    """Whether columns of a plane lie in a group."""
+    return (PLANE * OPERAND.width + column) // OPERAND.group_size == GROUP
+
+
+@jit
+def of_plane(metadata, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """Scales or zero points of a plane that has several, as float32 that broadcasts to its codes."""
+    GROUPS: tl.constexpr = groups_of_plane(OPERAND, PLANE)
+    column = tl.arange(0, OPERAND.padded_width)
+    column = column[:, None] if OPERAND.column_major else column[None, :]
+    x = _along_tokens(metadata[GROUPS[0]], OPERAND)
+    for i in tl.static_range(1, len(GROUPS)):
+        x = tl.where(in_group(column, PLANE, GROUPS[i], OPERAND), _along_tokens(metadata[GROUPS[i]], OPERAND), x)
+    return x
+
+
+@jit
+def _along_tokens(x, OPERAND: tl.constexpr):
+    return x[None, :] if OPERAND.column_major else x[:, None]
+
+
+@jit
+def _load_scales_of_groups(ptr, block_offset, row, exists, OPERAND: tl.constexpr):
+    """Load the scales or zero points of vectors that have one for each group: a tuple of float32 [tokens].
+
+    Two of 16 bits are loaded as one number, because small loads are not copied asynchronously.
+    """
+    metadata = ()
+    GROUPS: tl.constexpr = OPERAND.num_scales
+    DTYPE: tl.constexpr = ptr.dtype.element_ty
+    if GROUPS % 2 == 0 and DTYPE.primitive_bitwidth == 16:
+        for pair in tl.static_range(GROUPS // 2):
+            ptrs = ptr.to(tl.pointer_type(tl.uint32)) + block_offset // 2 + row * (GROUPS // 2) + pair
+            word = tl.load(ptrs, mask=exists, other=0)
+            for i in tl.static_range(2):
+                half = ((word >> (16 * i)) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+                metadata = metadata + (half.to(tl.float32),)  # noqa: RUF005
+    else:
+        for group in tl.static_range(GROUPS):
+            half = tl.load(ptr + block_offset + row * GROUPS + group, mask=exists, other=0.0)
+            metadata = metadata + (half.to(tl.float32),)  # noqa: RUF005
     return metadata
 
 

@@ -98,7 +98,7 @@ class Attention:
             "sinks": torch.linspace(-2, 2, num_heads) if self.sinks else None,
             "softcap": self.softcap,
         }
-        with mock.patch.object(launcher, "num_sms_of", lambda device: self.num_sms):
+        with mock.patch.object(launcher, "num_sms_of", return_value=self.num_sms):
             actual = case.kernel(**options).float()
         expected = case.expected(**options)
         error = (actual - expected).norm() / expected.norm().clamp(min=1e-6)

@@ -280,6 +280,24 @@ VARIANTS = {
 }  # fmt: skip
 
 
+@needs_levels_in_registers
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("int4_per_group_64", "int4_per_group_32"),
+        pytest.param("int8_per_group_32", "int8_per_group_64", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_scales_per_group_are_loaded_ahead_and_multiply_products(key, value, attending):
+    """No scale is loaded for each code: the loop has fewer instructions than 32 for each token."""
+    attend(key, value)
+    (kernel,) = attending["attention"]
+    loop = main_loop(kernel, "LDGSTS")
+    assert len(loop) < 32 * 64
+    assert not any(uses(loop, name) for name in ("LDG", "LDL", "STL"))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

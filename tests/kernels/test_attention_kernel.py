@@ -302,6 +302,28 @@ def test_tiles_of_several_blocks_have_scales_of_each(key, head_dim, value, devic
     case.check()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "head_dim"),
+    [
+        ("int4_per_group_64", "int2_per_group_32", 128),
+        ("int4_per_group_32", "int4_per_group_32", 96),
+        ("int8_per_group_32", "int4_per_group_128", 128),
+        ("int2_per_group_64", "int8_per_group_64", 64),
+        ("int4_per_channel" + ONE, "int4_per_group_32", 64),
+        ("turboquant_3bit", "int2_per_group_32" + BOTH, 128),
+    ],
+)
+@pytest.mark.parametrize(("group_size", "q_len"), [(2, 1), (5, 2)])
+def test_groups_may_be_planes_parts_of_planes_or_whole_vectors(key, value, head_dim, group_size, q_len, device):
+    """In the second case a group has channels of two planes."""
+    case = Case(
+        device, key, value, group_size=group_size, q_len=q_len, head_dim=head_dim, v_head_dim=head_dim,
+        dtype=torch.float16,
+    )  # fmt: skip
+    case.check()
+    case.check((torch.arange(case.kv_len) % 3 > 0).expand(1, 1, q_len, case.kv_len))
+
+
 @pytest.mark.parametrize("key", ["int4_per_channel", "int8_per_channel"])
 @pytest.mark.parametrize(("spread", "key_bias"), [(1.0, 300.0), (1e-3, 0.0), (1e3, 0.0)])
 def test_scales_per_channel_keep_their_precision(key, spread, key_bias, device):

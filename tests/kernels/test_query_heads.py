@@ -23,11 +23,23 @@ PAIRS = [
     ("int8_per_channel" + ONE, INT8),
     ("turboquant_3bit" + BOTH, "turboquant_3bit" + BOTH),
     ("bfloat16", "bfloat16"),
+    ("int4_per_group_64", "int4_per_group_32"),
+    (ROTATED_INT4, "turboquant_3bit"),
+    ("int8_per_channel" + ONE, "int2_per_group_32"),
+    ("bfloat16", ROTATED_INT4),
 ]
 """Formats whose kernels have different configurations."""
 GROUPS = [(5, 128), (8, 64), (8, 256), (12, 128), (16, 64), (16, 256), (4, 192), (40, 128)]
 """Query heads of a KV head, and channels."""
-SOME_GROUPS = {("turboquant_4bit", INT8): GROUPS[1:4], ("bfloat16", "bfloat16"): GROUPS[4:6]}
+SOME_GROUPS = {
+    ("turboquant_4bit", INT8): GROUPS[1:4],
+    ("bfloat16", "bfloat16"): GROUPS[4:6],
+    ("int4_per_group_64", "int4_per_group_32"): [*GROUPS[::2], (4, 128), (2, 256)],
+    (ROTATED_INT4, "turboquant_3bit"): [(4, 128), (2, 256), (16, 64)],
+    ("int8_per_channel" + ONE, "int2_per_group_32"): [(4, 128), (2, 256), (16, 128)],
+    ("bfloat16", ROTATED_INT4): [(4, 64), (4, 128), (16, 128)],
+}
+"""Pairs that are tested with a part of GROUPS, or with others."""
 
 
 def case_of(device, key, value, group_size, head_dim, **options) -> Case:
