@@ -63,6 +63,7 @@ class BackendOptions:
             raise OptionsError(f"options: expected a dict of names and values, got {shown(options)}")
         options = dict(options or {})
         policy = Policy.load(options.pop("policy", None))
+        policy.check_transforms()
         on_unsupported = options.pop("on_unsupported", policy.on_unsupported)
         known = typing.get_args(OnUnsupported)
         if on_unsupported not in known:

@@ -215,6 +215,13 @@ HOPPER_UNEQUAL: dict[int, AttentionConfig] = {
     16: AttentionConfig(16, 64, num_warps=2, num_stages=2, programs_per_sm=4),
 }
 """By the most rows, up to 128 channels, for planes of unequal bits. More registers are needed: 128 tokens spill."""
+HOPPER_UNEQUAL_BESIDE_8_BITS = AttentionConfig(8, 64, num_warps=2, num_stages=2, programs_per_sm=3)
+"""For up to 8 rows."""
+
+HOPPER_GROUP: dict[tuple[int, int], Table] = {
+    (128, 8): {(8, 8): AttentionConfig(8, 64, num_warps=1, num_stages=3, programs_per_sm=4)},
+}
+"""Like HOPPER, for scales per group."""
 
 HOPPER_NARROW: dict[tuple[int, int], Table] = {
     (128, 8): {
@@ -265,8 +272,11 @@ def tuned_config(
     if tables == 8:
         return AMPERE.get(codes) if channels <= 128 and rows <= 8 else None
     if has_unequal_planes(key, value):
-        unequal = HOPPER_UNEQUAL[8 if rows <= 8 else 16]
-        return unequal if channels <= 128 and max(codes) <= 4 else None
+        if channels > 128 or max(codes) > 8:
+            return None
+        if max(codes) <= 4:
+            return HOPPER_UNEQUAL[8 if rows <= 8 else 16]
+        return HOPPER_UNEQUAL_BESIDE_8_BITS if rows <= 8 else None
     if rows > 16 and 16 in codes:
         return None  # more rows for each program are faster
     for size in _sizes(channels, rows):
@@ -294,6 +304,8 @@ def _tables(key: PackedOperand, value: PackedOperand, narrow: bool) -> list[dict
     tables = [HOPPER_LOOKUP, HOPPER] if looks_up else [HOPPER]
     if narrow:
         tables.insert(0, HOPPER_NARROW)
+    if "group" in (key.granularity, value.granularity):
+        tables.insert(0, HOPPER_GROUP)
     if key.multiplies_integers:
         tables.insert(0, HOPPER_DIGITS_NARROW if narrow else HOPPER_DIGITS)
     if key.granularity == "channel":

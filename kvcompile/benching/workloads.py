@@ -26,6 +26,7 @@ from kvcompile.kernels.spec.attention import attend
 from kvcompile.kernels.spec.packing import pack_blocks, pack_tokens
 from kvcompile.kernels.spec.residual import header_of
 from kvcompile.passes.site import FormatPair
+from kvcompile.policy.policy import Policy
 from kvcompile.policy.presets import preset_names, resolve
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,13 +85,17 @@ class Shape:
 
 
 def parse_formats(name: str) -> tuple[str, FormatPair]:
-    """The name of a preset or format, and its format pair.
+    """The name of a preset or format, or of two (``KEYS+VALUES``), and its format pair.
 
     Raises:
-        PolicyError: no preset or format is called ``name``.
+        PolicyError: no preset or format is called ``name``, or these formats cannot be combined.
         BenchError: ``name`` is ``auto``.
     """
-    pair = resolve(name)
+    keys, plus, values = name.partition("+")
+    if plus:
+        pair = Policy.load({"default": {"key": {"dtype": keys}, "value": {"dtype": values}}}).default.formats()
+    else:
+        pair = resolve(name)
     if pair is None:
         raise BenchError(f"{name!r} leaves the cache unpacked: there is no kernel to time; name a preset or format")
     return name, pair

@@ -268,6 +268,8 @@ class Reader:
             return self._pool(self.make(content["slots"]), content)
         data = self._tensors.pop(name).to(self._device)
         if kind == "tensor":
+            if not data.untyped_storage().resizable():
+                data = data.clone()  # memory of the file, which a compiled call could not swap for a packed cache
             return in_memory_order(data, _order(content, data.dim())) if "memory_order" in content else data
         return self._packed(data, content) if self._shard is None else self._split(data, content, self._shard)
 

@@ -117,6 +117,7 @@ def _check(file: Path, model: ModelCaches | None) -> dict[str, Any]:
         raise PolicyError(f"{file}: cannot be read: {error.strerror or error}") from None
     try:
         policy = Policy.from_file(file)
+        policy.check_transforms()
         notes = store_caches(str(file), policy, model).notes if model is not None else ()
     except (PolicyError, PlanError) as error:
         return {"file": str(file), "valid": False, "faults": list(getattr(error, "faults", [str(error)])), "notes": []}

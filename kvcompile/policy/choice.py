@@ -209,6 +209,22 @@ class Choice(_Elements):
     def _is_auto(self) -> bool:
         return self.dtype == presets.AUTO and self.granularity is None and self.rotation_seed is None
 
+    @property
+    def without_transforms(self) -> str | None:
+        """The first calibrated format for which no file of transforms is named; None if there is none."""
+        if self._is_auto:
+            return None
+        for role, element in self._elements:
+            fmt = element.format_of_all_layers(role)
+            if fmt.is_calibrated and not fmt.basis and self.transforms is None and element.transforms is None:
+                return fmt.name
+        return None
+
+    @property
+    def _elements(self) -> tuple[tuple[Role, _Elements], tuple[Role, _Elements]]:
+        """What describes the keys and the values."""
+        return ("key", self.key or self), ("value", self.value or self)
+
     def formats(self, module: str = "", layer: int | None = None) -> FormatPair | None:
         """The formats of keys and values of the attention in ``module``; None leaves the cache unpacked.
 

@@ -183,6 +183,8 @@ def _num_items(layers: Any) -> int:
 
 def _not_too_many(rules: Any) -> Any:
     """``rules``; PolicyError if there are too many or they are too long, because using them would take seconds."""
+    if rules is None:  # ``rules:`` without a rule below it
+        return ()
     if not isinstance(rules, list | tuple):
         return rules
     if len(rules) > MAX_RULES:
@@ -326,16 +328,20 @@ class Policy(Strict):
         for name in (formats.key, formats.value):
             fmt = get_format(name)
             if fmt.is_calibrated and not fmt.basis and not sizes_only:
-                raise PolicyError(
-                    f"{name} needs a calibration of the model: give `transforms: FILE` next to its dtype (`python -m "
-                    "kvcompile calibrate --output FILE.safetensors` writes one)"
-                )
+                raise PolicyError(_needs_transforms(name))
         tokens = self.exact_tokens | (choice.exact_tokens if isinstance(choice, Rule) else {})
         return replace(
             formats,
             residual_length=tokens.get("residual_length", formats.residual_length),
             sink_tokens=tokens.get("sink_tokens", formats.sink_tokens),
         )
+
+    def check_transforms(self) -> None:
+        """Raise PolicyError if the default or a rule has a calibrated format, and names no file of transforms."""
+        places = {"default": self.default, **{f"rule {i + 1}": rule for i, rule in enumerate(self.rules)}}
+        for place, choice in places.items():
+            if (name := choice.without_transforms) is not None:
+                raise PolicyError(f"{place}: {_needs_transforms(name)}")
 
     def choice_for(self, module: str, layer: int | None, num_layers: int | None) -> Choice:
         """The rule for the attention site in ``module``, or the default. Arguments are as in :meth:`formats_for`."""
@@ -485,3 +491,10 @@ def _what_is_wrong(fault: dict[str, Any], known_fields: list[str]) -> str:
             return "is required"
         case _:
             return f"{fault['msg'][0].lower()}{fault['msg'][1:]}, got {shown(fault['input'])}"
+
+
+def _needs_transforms(name: str) -> str:
+    return (
+        f"{name} needs a calibration of the model: give `transforms: FILE` next to its dtype (`python -m kvcompile "
+        "calibrate --output FILE.safetensors` writes one)"
+    )

@@ -51,6 +51,14 @@ def assert_equal(loaded: Tensor, cache: Tensor) -> None:
     assert torch.equal(loaded + 0, cache + 0)
 
 
+def test_plain_tensors_of_a_file_own_their_memory(file: Path) -> None:
+    """A compiled call may swap them for packed caches, which is not possible for memory of the file."""
+    plain = torch.randn(2, 3, 70, HEAD_DIM)
+    loaded = saved_and_loaded(plain, file)
+    assert loaded.untyped_storage().resizable()
+    assert torch.equal(loaded, plain)
+
+
 @pytest.mark.parametrize("axes", ["bdt", "bhdt", "btm"])
 def test_packed_tensors_in_other_orders_come_back_in_them(axes: str, file: Path) -> None:
     sizes = {"b": 2, "h": 3, "t": 70, "d": HEAD_DIM, "m": 3 * HEAD_DIM}

@@ -92,3 +92,32 @@ def test_an_unknown_preset_is_a_policy_error() -> None:
 def test_a_mode_or_options_of_another_kind_are_an_error_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionsError, match=message):
         kvcompile.compile(torch.nn.Identity(), **arguments)
+
+
+@pytest.mark.parametrize(
+    "default",
+    [
+        {"dtype": "int8", "granularity": "per_group", "group_size": 32},
+        {"dtype": "int2", "granularity": "per_token_head"},
+        {"dtype": "int4", "granularity": "per_token_head", "key": {"dtype": "int8", "granularity": "per_channel"}},
+    ],
+)
+def test_a_type_of_elements_and_a_granularity_have_the_name_of_no_format(default: dict[str, Any]) -> None:
+    backend = kvcompile.kvquant(policy={"default": default})
+    assert repr(backend) == f"kvquant(policy='Policy {Policy.load({'default': default}).fingerprint()}')"
+    assert callable(torch.compile(lambda x: x, backend=backend))
+
+
+@pytest.mark.parametrize(
+    ("policy", "place"),
+    [
+        ("transform_4bit", "default"),
+        ({"default": {"dtype": "int4", "value": {"dtype": "int4_per_token_head_mean"}}}, "default"),
+        ({"default": {"dtype": "int4"}, "rules": [{"match": {"layers": 0}, "dtype": "transform_2.6bit"}]}, "rule 1"),
+    ],
+)
+def test_a_calibrated_format_without_transforms_is_an_error_before_anything_is_compiled(
+    policy: Any, place: str
+) -> None:
+    with pytest.raises(PolicyError, match=f"{place}: .* needs a calibration of the model: give `transforms: FILE`"):
+        kvcompile.kvquant(policy=policy)

@@ -213,6 +213,10 @@ def test_a_seed_is_a_positive_whole_number(seed: object) -> None:
     assert "default.rotation_seed: " in error_of({"default": {"dtype": "turboquant_4bit", "rotation_seed": seed}})
 
 
+def test_rules_may_be_empty() -> None:
+    assert Policy.from_text("rules:\ndefault: {dtype: int4}") == Policy.from_text("default: {dtype: int4}")
+
+
 def test_a_rule_may_keep_other_tokens_than_the_policy() -> None:
     policy = Policy.load(
         {

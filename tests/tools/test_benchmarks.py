@@ -291,12 +291,21 @@ def test_shapes_are_read_as_they_are_printed():
         (Shape.parse, "2,4", "is not batch,heads/kv_heads,head_dim,context"),
         (workloads.parse_formats, "int9", "unknown dtype 'int9'"),
         (workloads.parse_formats, "auto", "leaves the cache unpacked"),
+        (workloads.parse_formats, "int4+int9", "unknown dtype 'int9'"),
+        (workloads.parse_formats, "int4+int4_per_channel", "values cannot have scales per channel"),
+        (workloads.parse_formats, "auto+int4", "dtype: auto is for whole caches"),
         (workloads.parse_fully_packed, "int4", "keeps recent tokens exact"),
     ],
 )
 def test_arguments_that_are_wrong_say_why(parse, text, message):
     with pytest.raises(argparse.ArgumentTypeError, match=message):
         argument(parse)(text)
+
+
+def test_two_formats_may_be_named_for_keys_and_values():
+    name, pair = workloads.parse_formats("int4+turboquant_3bit_nc")
+    assert name == "int4+turboquant_3bit_nc"
+    assert pair == FormatPair("int4_per_channel", "int3_unrotated")
 
 
 @pytest.mark.parametrize("step", [None, 64])
