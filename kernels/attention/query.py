@@ -18,7 +18,7 @@ from __future__ import annotations
 from kvcompile.kernels.lang.planes import planes_of
 from kvcompile.kernels.lang.tiles import normalise_rows, round_to_integer, transposed
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
-from kvcompile.kernels.tiles.packed import has_several_scales
+from kvcompile.kernels.tiles.packed import has_zeros_of_groups
 from kvcompile.kernels.tiles.rotation import rotate
 from kvcompile.kernels.tiles.visible_range import visible_tokens
 
@@ -142,7 +142,7 @@ def _query_in_floats(q, score_scale, KEY: tl.constexpr):
 @jit
 def _sums_of_groups(q, factor, KEY: tl.constexpr):
     """The sums ``q_sum`` of :func:`query_of`."""
-    if has_several_scales(KEY) and KEY.has_zero:
+    if has_zeros_of_groups(KEY):
         group = tl.arange(0, KEY.padded_head_dim)[None, :] // KEY.group_size
         sums = ()
         NUM_SCALES: tl.constexpr = KEY.num_scales

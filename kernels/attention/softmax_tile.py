@@ -6,7 +6,7 @@ from kvcompile.kernels.attention.query import columns_of, first_columns, in_digi
 from kvcompile.kernels.lang.tiles import exp2_of_each, log2, transposed
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.levels import integers_of_bytes, unpack
-from kvcompile.kernels.tiles.packed import groups_of_plane, has_several_scales, in_group
+from kvcompile.kernels.tiles.packed import groups_of_plane, has_several_scales, has_zeros_of_groups, in_group
 
 
 @jit
@@ -33,7 +33,7 @@ def packed_scores(
             scores = scale[:, None] * scores
         if KEY.has_zero:
             scores += zero[:, None] * q_sum[None, :]
-    elif has_several_scales(KEY) and KEY.has_zero:
+    elif has_zeros_of_groups(KEY):
         NUM_SCALES: tl.constexpr = KEY.num_scales
         for i in tl.static_range(NUM_SCALES):
             scores += zero[i][:, None] * q_sum[i][None, :]
@@ -279,7 +279,7 @@ def empty_state(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, VALUE: tl.constexpr
     for _ in tl.static_range(NUM_PLANES):
         accs = accs + (acc,)  # noqa: RUF005
     zero_sum = sums
-    if has_several_scales(VALUE) and VALUE.has_zero:
+    if has_zeros_of_groups(VALUE):
         zero_sum = ()
         NUM_SCALES: tl.constexpr = VALUE.num_scales
         for _ in tl.static_range(NUM_SCALES):
@@ -320,7 +320,7 @@ def attend_packed(
     ``scores`` are the results of :func:`visible_scores` unless the tile ``is_whole``. ``scale`` and ``zero`` are the
     results of :func:`token_metadata`, and 1 and 0 for tokens that are not ``in_cache``.
     """
-    if has_several_scales(VALUE) and VALUE.has_zero:
+    if has_zeros_of_groups(VALUE):
         zero = _zeros_of_tokens(values[2], in_cache, VALUE)
     maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
         state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
@@ -395,7 +395,7 @@ def weigh(
     if VALUE.has_zero and VALUE.granularity == "token":
         zero_per_weight = (zero * scale_inverse)[:, None]
         zero_sum = zero_sum * decay[None, None, :] + _sum_in_thread(weight * zero_per_weight, KEY, NUM_WARPS)
-    elif VALUE.has_zero and has_several_scales(VALUE):
+    elif has_zeros_of_groups(VALUE):
         sums = ()
         NUM_SCALES: tl.constexpr = VALUE.num_scales
         for i in tl.static_range(NUM_SCALES):

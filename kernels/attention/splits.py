@@ -10,7 +10,7 @@ from kvcompile.kernels.attention.query import first_columns
 from kvcompile.kernels.attention.softmax_tile import store_log_sum, weighs_scales
 from kvcompile.kernels.lang.planes import channels_of_plane
 from kvcompile.kernels.lang.triton import jit, tl
-from kvcompile.kernels.tiles.packed import groups_of_plane, has_several_scales, in_group
+from kvcompile.kernels.tiles.packed import groups_of_plane, has_zeros_of_groups, in_group
 from kvcompile.kernels.tiles.rotation import unrotate
 from kvcompile.kernels.tiles.visible_range import num_visible_tiles
 
@@ -84,7 +84,7 @@ def store_output(
 @jit
 def _zeros_of_plane(zero_sum, PLANE: tl.constexpr, VALUE: tl.constexpr):
     """The sums of zero points for a plane of outputs, [columns, rows] or [1, rows]."""
-    if has_several_scales(VALUE) and VALUE.has_zero:
+    if has_zeros_of_groups(VALUE):
         column = tl.arange(0, VALUE.padded_width)[:, None]
         GROUPS: tl.constexpr = groups_of_plane(VALUE, PLANE)
         zero = tl.sum(tl.sum(zero_sum[GROUPS[0]], 0), 0)[None, :]

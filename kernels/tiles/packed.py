@@ -253,6 +253,12 @@ def has_several_scales(operand):
 
 
 @constexpr_function
+def has_zeros_of_groups(operand):
+    """Whether the channels of a vector have several zero points, one for each group."""
+    return operand.granularity == "group" and operand.has_zero
+
+
+@constexpr_function
 def groups_of_plane(operand, plane):
     """The numbers of the scales of a plane, if scales are per plane or per group."""
     if operand.granularity == "plane":
@@ -268,14 +274,14 @@ def in_group(column, PLANE: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.const
 
 
 @jit
-def of_plane(metadata, PLANE: tl.constexpr, OPERAND: tl.constexpr):
-    """Scales or zero points of a plane that has several, as float32 that broadcasts to its codes."""
+def of_plane(numbers, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """The numbers of the groups or planes of vectors, a tuple of [tokens], as a tile that broadcasts to a plane."""
     GROUPS: tl.constexpr = groups_of_plane(OPERAND, PLANE)
     column = tl.arange(0, OPERAND.padded_width)
     column = column[:, None] if OPERAND.column_major else column[None, :]
-    x = _along_tokens(metadata[GROUPS[0]], OPERAND)
+    x = _along_tokens(numbers[GROUPS[0]], OPERAND)
     for i in tl.static_range(1, len(GROUPS)):
-        x = tl.where(in_group(column, PLANE, GROUPS[i], OPERAND), _along_tokens(metadata[GROUPS[i]], OPERAND), x)
+        x = tl.where(in_group(column, PLANE, GROUPS[i], OPERAND), _along_tokens(numbers[GROUPS[i]], OPERAND), x)
     return x
 
 

@@ -192,8 +192,7 @@ class Choice(_Elements):
             if self.transforms is not None:
                 raise PolicyError("dtype: auto leaves the whole cache unpacked; drop transforms")
             return self
-        key = (self.key or self).format_of_all_layers("key")
-        value = (self.value or self).format_of_all_layers("value")
+        key, value = (element.format_of_all_layers(role) for role, element in self._elements)
         if self.transforms is not None and not (key.is_calibrated or value.is_calibrated):
             raise PolicyError(
                 f"neither {key.name} nor {value.name} uses transforms; drop transforms, or give a calibrated format"
@@ -233,10 +232,7 @@ class Choice(_Elements):
         """
         if self._is_auto:
             return None
-        key, value, transforms = self.key or self, self.value or self, self._transforms_of_layers
+        transforms = self._transforms_of_layers
+        key, value = (element.format_name(role, module, layer, transforms) for role, element in self._elements)
         tokens = presets.exact_tokens(self.dtype) if self.granularity is None else (0, 0)
-        return FormatPair(
-            key.format_name("key", module, layer, transforms),
-            value.format_name("value", module, layer, transforms),
-            *tokens,
-        )
+        return FormatPair(key, value, *tokens)

@@ -79,11 +79,10 @@ class Origin:
 
 def policy_name(policy: Policy) -> str:
     """The preset or format that the policy gives to all layers, or ``Policy`` and its fingerprint."""
-    name = policy.default.dtype
+    name, granularity = policy.default.dtype, policy.default.granularity
     # With a granularity, ``dtype`` is a type of elements, and not a format.
-    is_one_format = name is not None and policy.default.granularity is None
-    is_one_format = is_one_format and policy == Policy(default=Choice(dtype=name))
-    return str(name) if is_one_format else f"Policy {policy.fingerprint()}"
+    is_name = name is not None and granularity is None and policy == Policy(default=Choice(dtype=name))
+    return str(name) if is_name else f"Policy {policy.fingerprint()}"
 
 
 def _plain_cache(marker: Marker) -> PlainCache | None:
