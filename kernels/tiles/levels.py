@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from kvcompile.compat.triton_names import MOVES_ONE_OUTPUT
 from kvcompile.kernels.lang.planes import alternating, alternating_rows
-from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.packed import tiles_of_words
+
+COPY_FOR_EACH_PLANE = constant(MOVES_ONE_OUTPUT)
 
 
 @jit
@@ -98,29 +101,55 @@ def _run_ptx(packed, TO_INTEGERS: tl.constexpr, OPERAND: tl.constexpr):
 
 @jit
 def _run_ptx_on_tile(sections, KIND: tl.constexpr, TO_INTEGERS: tl.constexpr, OPERAND: tl.constexpr):
-    """Run the PTX of the codec on one tile of each section, four bytes of every section at a time.
-
-    The operands of the PTX are one register with four integers, or two registers with two fp16 levels each, for each
-    plane, and then a register with four bytes for each section.
+    """Run the PTX of the codec on one tile of each section: a tuple with a tile for each plane.
 
     Args:
         sections: a tuple of tiles.
         KIND: the number of the tile's kind in :attr:`~kvcompile.kernels.formats.bit_planes.Packing.pieces_of_tiles`.
     """
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    if NUM_PLANES > 1 and COPY_FOR_EACH_PLANE:
+        planes = ()
+        for plane in tl.static_range(NUM_PLANES):
+            planes = planes + (_outputs_of_ptx(sections, KIND, TO_INTEGERS, plane, OPERAND)[plane],)  # noqa: RUF005
+    else:
+        planes = _outputs_of_ptx(sections, KIND, TO_INTEGERS, 0, OPERAND)
+    return planes
+
+
+@jit
+def _outputs_of_ptx(
+    sections, KIND: tl.constexpr, TO_INTEGERS: tl.constexpr, COPY: tl.constexpr, OPERAND: tl.constexpr
+):
+    """Run the PTX of the codec on four bytes of every section at a time: a tuple with a tile for each plane.
+
+    The operands of the PTX are one register with four integers, or two registers with two fp16 levels each, for each
+    plane, and then a register with four bytes for each section.
+
+    Args:
+        sections, KIND: as in :func:`_run_ptx_on_tile`.
+        COPY: operations of different copies stay apart.
+    """
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
     if TO_INTEGERS:
-        INTEGERS: tl.constexpr = OPERAND.codec.integers_ptx[KIND]
+        INTEGERS: tl.constexpr = _copy_of(OPERAND.codec.integers_ptx[KIND], COPY)
         ONE_EACH: tl.constexpr = _constraints(NUM_PLANES, len(sections))
         planes = tl.inline_asm_elementwise(
             INTEGERS, ONE_EACH, sections, dtype=(tl.int8,) * NUM_PLANES, is_pure=True, pack=4
         )
     else:
-        HALVES: tl.constexpr = OPERAND.unpack_ptx[KIND]
+        HALVES: tl.constexpr = _copy_of(OPERAND.unpack_ptx[KIND], COPY)
         TWO_EACH: tl.constexpr = _constraints(2 * NUM_PLANES, len(sections))
         planes = tl.inline_asm_elementwise(
             HALVES, TWO_EACH, sections, dtype=(tl.float16,) * NUM_PLANES, is_pure=True, pack=4
         )
     return planes
+
+
+@constexpr_function
+def _copy_of(ptx, copy):
+    """The PTX with a comment, so that Triton does not merge this copy with another one. ptxas merges instructions."""
+    return ptx if copy == 0 else f"// copy {copy}\n{ptx}"
 
 
 @constexpr_function

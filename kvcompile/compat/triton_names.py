@@ -35,6 +35,10 @@ gdc_launch_dependents = _found("language", "extra", "cuda", "gdc_launch_dependen
 # slower.
 PREFERS_WARPGROUPS = numbers(getattr(triton, "__version__", "")) >= (3, 8)
 
+# Triton 3.8 moves a change of layout before an operation with several outputs for one of them only. The others pass
+# through shared memory. If this is wrong, decoding is slower.
+MOVES_ONE_OUTPUT = numbers(getattr(triton, "__version__", ""))[:2] == (3, 8)
+
 
 def is_interpreted() -> bool:
     """Whether Triton's interpreter runs all kernels. The variable that switches it on is the fallback."""

@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 
 ROTATED_INT4 = "int4_per_token_head"
 
-needs_levels_in_registers = pytest.mark.skipif(
+keeps_operands_in_registers = pytest.mark.skipif(
     numbers(triton.__version__)[:2] == (3, 8),
-    reason="Triton 3.8 keeps some values in memory, see docs/compatibility.md",
+    reason="Triton 3.8 stores the operand of several products in shared memory",
 )
 
 loads_keys_in_pieces = pytest.mark.skipif(
@@ -127,7 +127,6 @@ def test_keys_with_factors_compile_in_any_format_and_with_exact_blocks(format_na
     assert len(attending["attention_with_factors"]) == 1
 
 
-@needs_levels_in_registers
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -183,7 +182,6 @@ def test_many_query_heads_or_channels_take_no_products_of_warpgroups_and_do_not_
     assert not uses(main_loop(kernel), "LDL|STL")
 
 
-@needs_levels_in_registers
 @pytest.mark.parametrize(
     "key",
     ["turboquant_3bit", *(pytest.param(key, marks=pytest.mark.slow) for key in ("turboquant_4bit", ROTATED_INT4))],
@@ -197,7 +195,6 @@ def test_codes_become_floats_in_registers_and_only_weights_pass_through_shared_m
     assert len(written) == 1
 
 
-@needs_levels_in_registers
 @pytest.mark.parametrize(
     ("key", "value"),
     [("turboquant_3bit", "int4_unrotated"), *(pytest.param(*case, marks=pytest.mark.slow) for case in
@@ -210,7 +207,6 @@ def test_tables_of_levels_stay_in_registers(key, value, attending):
     assert len(copies) < 10  # tables in uniform registers take 49 to 173 copies
 
 
-@needs_levels_in_registers
 @pytest.mark.parametrize("name", ["turboquant_3.5bit", pytest.param("turboquant_2.5bit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_planes_of_unequal_bits_are_looked_up_in_tables_without_spills(name, attending):
@@ -235,7 +231,6 @@ def test_a_hopper_multiprocessor_with_less_bandwidth_gets_one_warp_per_scheduler
     assert not uses(main_loop(kernel), "LDL|STL")
 
 
-@needs_levels_in_registers
 @pytest.mark.parametrize(
     "key", ["int4_per_channel", pytest.param("int4_per_channel" + RESIDUAL, marks=pytest.mark.slow)]
 )
@@ -280,12 +275,11 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@needs_levels_in_registers
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("int4_per_group_64", "int4_per_group_32"),
-        pytest.param("int8_per_group_32", "int8_per_group_64", marks=pytest.mark.slow),
+        pytest.param("int8_per_group_32", "int8_per_group_64", marks=[pytest.mark.slow, keeps_operands_in_registers]),
     ],
 )
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -388,7 +382,6 @@ FETCHED_AT_LAUNCH = 64 << 10
 """Bytes of a kernel that a device fetches when it launches the kernel."""
 
 
-@needs_levels_in_registers
 @pytest.mark.parametrize(
     "format_name",
     [
