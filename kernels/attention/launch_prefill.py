@@ -59,14 +59,20 @@ class PrefillConfig:
 HOPPER = PrefillConfig(128, 64, 8, 3)
 HOPPER_WIDE = PrefillConfig(128, 64, 8, 2)
 """For a head_dim of more than 128 channels."""
+HOPPER_WIDEST = PrefillConfig(64, 32, 8, 2)
+"""For a head_dim of more than 256 channels."""
 
 PORTABLE = (PrefillConfig(64, 64, 4, 2), PrefillConfig(64, 32, 4, 2), PrefillConfig(32, 32, 4, 2))
 """For all other devices; the first one that fits into shared memory is taken."""
 PORTABLE_WIDE = (PrefillConfig(64, 64, 8, 2), PrefillConfig(64, 32, 8, 2), PrefillConfig(32, 32, 4, 2))
 """The same for a head_dim of more than 128 channels: outputs would spill in four warps."""
+PORTABLE_WIDEST = (PrefillConfig(64, 32, 8, 2), PrefillConfig(32, 32, 8, 2), PrefillConfig(32, 16, 4, 2))
+"""The same for a head_dim of more than 256 channels."""
 
+HALF = {128: (HOPPER, PORTABLE), 256: (HOPPER_WIDE, PORTABLE_WIDE), 512: (HOPPER_WIDEST, PORTABLE_WIDEST)}
+"""The configurations for products in half precision, by the most channels of a head."""
 FLOAT32 = (PrefillConfig(32, 32, 4, 2), PrefillConfig(16, 16, 4, 1))
-"""For products in float32, on all devices."""
+"""For products in float32, on all devices. Only the last one serves a head_dim of more than 256 channels."""
 
 
 def is_prefill(call: AttentionCall) -> bool:
@@ -118,10 +124,12 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
 
 
 def _config(capability: int, padded_head_dim: int, shared_memory: int, *, float32: bool = False) -> PrefillConfig:
+    hopper, portable = next(configs for most, configs in HALF.items() if padded_head_dim <= most)
     if capability == 9 and not float32:
-        return HOPPER if padded_head_dim <= 128 else HOPPER_WIDE
-    portable = PORTABLE if padded_head_dim <= 128 else PORTABLE_WIDE
-    configs, itemsize = (FLOAT32, 4) if float32 else (portable, 2)
+        return hopper
+    configs, itemsize = portable, 2
+    if float32:
+        configs, itemsize = FLOAT32 if padded_head_dim <= 256 else FLOAT32[-1:], 4
     fitting = (config for config in configs if config.shared_memory(padded_head_dim, itemsize) <= shared_memory)
     return next(fitting, configs[-1])
 
@@ -240,8 +248,11 @@ def _dequantize_options(operand: PackedOperand, capability: int) -> dict[str, in
     """Triton's launch options of the kernel that dequantizes.
 
     On Hopper, a limit on the registers makes rotated formats up to a fifth faster. A multiprocessor then has room for
-    20 warps, or for 12 where a head has more than 128 channels, so that a warp has twice the numbers.
+    20 warps, or for 12 where a head has more than 128 channels, so that a warp has twice the numbers. Four warps spill
+    with more than 256 channels.
     """
+    if operand.padded_head_dim > 256:
+        return {"num_warps": 8}
     if capability != 9 or not operand.rotated:
         return {"num_warps": 4}
     return {"num_warps": 4, "maxnreg": 96 if operand.padded_head_dim <= 128 else 160}

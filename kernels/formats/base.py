@@ -37,8 +37,8 @@ from kvcompile.kernels.formats.rotation import rotate, unrotate
 HEAD_DIM = sympy.Symbol("head_dim", integer=True, positive=True)
 MAX_HEAD_DIM = 512
 """The most channels of a head."""
-ROTATED_HEAD_DIM = 256
-"""The most channels of a head in a rotated or calibrated format, whose matrices are tested up to this size."""
+NARROW_HEAD_DIM = 256
+"""The most channels of a head in a rotated or calibrated format. Rotated formats also take MAX_HEAD_DIM."""
 BLOCK_TOKENS = 64
 """Tokens of a block. A packed cache is divided into blocks, and scales per channel are shared within a block."""
 
@@ -170,9 +170,11 @@ class Format(abc.ABC):
         """The reason why this format cannot hold keys or values (``role``) of ``head_dim``; None if it can."""
         if self.fixed_head_dim is not None:
             return None if head_dim == self.fixed_head_dim else f"head_dim {head_dim} is not {self.fixed_head_dim}"
-        most = ROTATED_HEAD_DIM if self.rotated or self.is_calibrated else MAX_HEAD_DIM
-        if head_dim % 16 or not 16 <= head_dim <= most:
-            return f"head_dim {head_dim} is not a multiple of 16 between 16 and {most}"
+        most = NARROW_HEAD_DIM if self.rotated or self.is_calibrated else MAX_HEAD_DIM
+        takes_widest = self.rotated and not self.is_calibrated
+        if (head_dim % 16 or not 16 <= head_dim <= most) and not (takes_widest and head_dim == MAX_HEAD_DIM):
+            or_widest = f", nor {MAX_HEAD_DIM}" if takes_widest else ""
+            return f"head_dim {head_dim} is not a multiple of 16 between 16 and {most}{or_widest}"
         if self.group_size and head_dim % self.group_size:
             return f"head_dim {head_dim} is not a multiple of the group size {self.group_size}"
         if self.granularity == "channel" and role == "value":

@@ -24,7 +24,7 @@ def _sylvester(size: int, device: torch.device | str) -> Tensor:
     """The Sylvester-Hadamard matrix over its norm: element (i, j) is (-1)^popcount(i & j) / sqrt(size)."""
     index = torch.arange(size, device=device)
     bits = index[:, None] & index[None, :]
-    for shift in (4, 2, 1):
+    for shift in (8, 4, 2, 1):
         bits = bits ^ (bits >> shift)
     return (1 - 2 * (bits & 1)).float() * size**-0.5
 
@@ -41,7 +41,7 @@ def random_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -
 def rotation_matrix(head_dim: int, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
     """The rotation R, float32 [head_dim, head_dim]: orthogonal, and symmetric if there is no seed.
 
-    ``head_dim`` is at most 256. The matrix is computed from indices alone, so that tracing puts no constant tensor into
+    ``head_dim`` is at most 512. The matrix is computed from indices alone, so that tracing puts no constant tensor into
     a graph.
     """
     blocks = [_sylvester(size, device) for size in rotation_blocks(head_dim)]

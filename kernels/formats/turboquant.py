@@ -45,6 +45,9 @@ from kvcompile.kernels.lang.triton import jit, tl
 HALF_MAX = 65504.0
 
 STEPS = 42.0
+"""The root mean square of a vector in units of STEP. A centroid is less than 34 STEPs from its channel, or nearer to
+zero. The squares of twice the centroids of 512 channels therefore add up to less than 512 * (2 * 76)**2 < 2**24: their
+sum is exact in float32 in any order."""
 STEP = float32(1 / STEPS)
 """The unit of centroids, which are odd multiples of half a STEP; a direction has unit variance."""
 
@@ -99,7 +102,7 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
         pair, squares_of_pair = _nearest_pair(planes[2 * i], planes[2 * i + 1], inverse, 2 * i, OPERAND)
         pairs = pairs + (pair,)  # noqa: RUF005
         squares += tl.where(in_plane, squares_of_pair, 0)
-    sum_of_squares = tl.sum(squares, 1).to(tl.float32) / 4  # exact: at most 256 numbers below 2**16
+    sum_of_squares = tl.sum(squares, 1).to(tl.float32) / 4  # exact (STEPS)
     decoded_rms = tl.sqrt_rn(tl.div_rn(sum_of_squares, HEAD_DIM)) * OPERAND.gain
     scale = tl.minimum(tl.div_rn(rms, decoded_rms), OPERAND.codec.constants.half_max)
     return pairs, scale, scale

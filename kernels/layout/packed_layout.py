@@ -36,8 +36,6 @@ from kvcompile.kernels.formats.bit_planes import Section
 from kvcompile.kernels.lang.gpus import why_unsupported
 from kvcompile.kernels.layout.dtypes import dtype_name
 
-GPU_HEAD_DIM = 256
-"""The most channels of a head for which the Triton kernels are tuned and tested."""
 TAG_BYTES = torch.int32.itemsize
 
 FEW_TOKENS = 16
@@ -193,11 +191,7 @@ class PackedLayout:
 
     def unsupported_on(self, device: torch.device) -> str | None:
         """The reason why kernels cannot read this layout on ``device``; None if they can."""
-        if (reason := why_unsupported(device)) is not None:
-            return reason
-        if device.type != "cuda" or self.format.fixed_head_dim is not None or self.head_dim <= GPU_HEAD_DIM:
-            return None
-        return f"head_dim {self.head_dim} is for CPUs; kernels for GPUs take up to {GPU_HEAD_DIM}"
+        return why_unsupported(device)
 
     @property
     def takes_new_tokens(self) -> bool:

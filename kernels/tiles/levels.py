@@ -111,16 +111,14 @@ def _run_ptx_on_tile(sections, KIND: tl.constexpr, TO_INTEGERS: tl.constexpr, OP
     if NUM_PLANES > 1 and COPY_FOR_EACH_PLANE:
         planes = ()
         for plane in tl.static_range(NUM_PLANES):
-            planes = planes + (_outputs_of_ptx(sections, KIND, TO_INTEGERS, plane, OPERAND)[plane],)  # noqa: RUF005
+            planes = planes + (_outputs_of_ptx(sections, KIND, TO_INTEGERS, plane, OPERAND)[plane],)  # type: ignore[assignment]  # noqa: RUF005
     else:
         planes = _outputs_of_ptx(sections, KIND, TO_INTEGERS, 0, OPERAND)
     return planes
 
 
 @jit
-def _outputs_of_ptx(
-    sections, KIND: tl.constexpr, TO_INTEGERS: tl.constexpr, COPY: tl.constexpr, OPERAND: tl.constexpr
-):
+def _outputs_of_ptx(sections, KIND: tl.constexpr, TO_INTEGERS: tl.constexpr, COPY: tl.constexpr, OPERAND: tl.constexpr):
     """Run the PTX of the codec on four bytes of every section at a time: a tuple with a tile for each plane.
 
     The operands of the PTX are one register with four integers, or two registers with two fp16 levels each, for each

@@ -32,7 +32,7 @@ def with_random_signs(x, OPERAND: tl.constexpr):
 def rotation_norm(channel, HEAD_DIM: tl.constexpr):
     """The factors that scale the columns of :func:`hadamard_rows` to length 1; 0 in padding."""
     norm = tl.zeros(channel.shape, tl.float32)
-    for bit in tl.static_range(4, 9):
+    for bit in tl.static_range(4, 10):
         norm = tl.where(_in_rotation_block(channel, bit, HEAD_DIM), 2.0 ** (-bit / 2), norm)
     return norm
 
@@ -57,7 +57,7 @@ def hadamard_rows(row, column, HEAD_DIM: tl.constexpr):
 def _rotation_block(channel, HEAD_DIM: tl.constexpr):
     """The sizes of the rotation blocks in which channels lie, which differ between blocks; 0 in padding."""
     block = tl.zeros(channel.shape, tl.int32)
-    for bit in tl.static_range(4, 9):
+    for bit in tl.static_range(4, 10):
         block = tl.where(_in_rotation_block(channel, bit, HEAD_DIM), 1 << bit, block)
     return block
 
@@ -88,7 +88,7 @@ def hadamard(x, HEAD_DIM: tl.constexpr):
     pair = tl.arange(0, CHANNELS // 2)[None, :] * 2
     channel = tl.arange(0, CHANNELS)[None, :]
     norm = rotation_norm(channel, HEAD_DIM)
-    for stage in tl.static_range(0, 8):
+    for stage in tl.static_range(0, 9):
         if 1 << stage < CHANNELS:
             even, odd = tl.split(tl.reshape(x, [ROWS, CHANNELS // 2, 2]))
             total, difference = even + odd, even - odd
@@ -96,7 +96,7 @@ def hadamard(x, HEAD_DIM: tl.constexpr):
                 # Undo the moves of the earlier stages, to find the channel of each pair.
                 origin = ((pair << stage) | (pair // (CHANNELS >> stage))) & (CHANNELS - 1)
                 takes_part = origin < 0
-                for bit in tl.static_range(4, 9):
+                for bit in tl.static_range(4, 10):
                     if bit > stage:
                         takes_part = takes_part | _in_rotation_block(origin, bit, HEAD_DIM)
                 total = tl.where(takes_part, total, even)

@@ -174,13 +174,14 @@ def _products_of_runs(x, matrix, RUNS: tl.constexpr, OPERAND: tl.constexpr, PREC
 
 @constexpr_function
 def groups_of_rows(operand):
-    """The groups of rows that a rotation multiplies: one or two per warp from compute capability 10 on, otherwise one.
+    """The groups of rows that a rotation multiplies: up to two per warp from compute capability 10 on, otherwise one.
 
     Tensor cores of compute capability 10 leave a product in their own memory, from which a thread gets whole rows. Its
     runs would then lie in different threads. A batch of products runs on the older instructions instead.
     """
     has_whole_rows = has_ptx() and target_info.cuda_capability_geq(10, 0)
-    return operand.store_warps if has_whole_rows else 1
+    most = operand.block_tokens // 8  # a thread has two rows at a distance of 8
+    return min(operand.store_warps, most) if has_whole_rows else 1
 
 
 @jit
@@ -213,7 +214,7 @@ def _rows_as_runs(x, RUNS: tl.constexpr, GROUPS: tl.constexpr):
 def block_of_run(operand, run):
     """The number of channels of the rotation block in which a run lies."""
     channel = run * run_channels(operand)
-    return next(1 << bit for bit in range(8, 3, -1) if operand.head_dim >> bit & 1 and channel >> bit & 1 == 0)
+    return next(1 << bit for bit in range(9, 3, -1) if operand.head_dim >> bit & 1 and channel >> bit & 1 == 0)
 
 
 @constexpr_function

@@ -208,7 +208,7 @@ def test_narrower_latents_may_have_any_format_without_scales_per_channel(policy:
     [
         ("turboquant_4bit_nc", 128, "the policy gives it two formats, turboquant_4bit and int4_unrotated"),
         ("fp8_ds_mla", 128, "fp8_ds_mla: head_dim 128 is not 512"),
-        ("turboquant_4bit", WIDTH, "head_dim 512 is not a multiple of 16 between 16 and 256"),
+        ("turboquant_4bit", 320, "head_dim 320 is not a multiple of 16 between 16 and 256, nor 512"),
     ],
 )
 def test_caches_that_cannot_serve_as_both_are_refused(policy: str, width: int, reason: str) -> None:

@@ -34,7 +34,7 @@ FORMATS = [
 ]  # fmt: skip
 OF_CHANNELS = ["int8_per_channel", "int4_per_channel", "int2_per_channel"]
 """Formats with scales per channel, which are for keys with an exact newest block."""
-HEAD_DIMS = [16, 32, 48, 64, 80, 96, 112, 128, 128, 128, 144, 192, 224, 256]
+HEAD_DIMS = [16, 32, 48, 64, 80, 96, 112, 128, 128, 128, 144, 192, 224, 256, 320, 512]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 LARGEST_ERROR = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-2}

@@ -182,6 +182,14 @@ def test_many_query_heads_or_channels_take_no_products_of_warpgroups_and_do_not_
     assert not uses(main_loop(kernel), "LDL|STL")
 
 
+@pytest.mark.parametrize("format_name", ["turboquant_4bit", pytest.param(INT8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_heads_of_512_channels_do_not_spill(format_name, attending):
+    attend(format_name, format_name, group_size=8, head_dim=512)
+    (kernel,) = attending["attention"]
+    assert not uses(main_loop(kernel), "LDL|STL")
+
+
 @pytest.mark.parametrize(
     "key",
     ["turboquant_3bit", *(pytest.param(key, marks=pytest.mark.slow) for key in ("turboquant_4bit", ROTATED_INT4))],

@@ -31,6 +31,17 @@ def test_any_multiple_of_16_is_a_head_dim(format_name, head_dim, device):
     Case(device, format_name, format_name, head_dim=head_dim, v_head_dim=head_dim).check()
 
 
+@pytest.mark.parametrize(
+    ("q_len", "format_name"),
+    in_turn([1, 3, 70], [INT8, "int4_per_token_head", "turboquant_3bit" + BOTH, "int4_per_channel" + ONE]),
+)
+def test_heads_of_512_channels_may_have_any_number_of_query_rows(q_len, format_name, device):
+    value = format_name.replace("channel", "token_head")
+    Case(device, format_name, value, group_size=4, q_len=q_len, head_dim=512, v_head_dim=512, scale=0.04).check(
+        is_causal=q_len > 1
+    )
+
+
 @pytest.mark.parametrize(("format_name", "dtype"), in_turn(BY_TOKEN, [torch.float16, torch.float32]))
 def test_queries_may_be_of_any_float_dtype(format_name, dtype, device):
     Case(device, format_name, format_name, dtype=dtype).check()

@@ -256,9 +256,9 @@ def test_only_multiples_of_16_and_of_the_group_up_to_256_are_accepted_as_head_di
 
 
 @every_format
-def test_plain_formats_hold_heads_of_512_channels_and_others_say_that_they_do_not(fmt):
+def test_formats_without_calibration_hold_heads_of_512_channels(fmt):
     reason = fmt.unsupported(512, "key")
-    if reason is not None:
+    if fmt.is_calibrated:
         assert "256" in reason
     elif fmt.granularity != "channel":
         x = vectors(20, 512)
@@ -266,10 +266,14 @@ def test_plain_formats_hold_heads_of_512_channels_and_others_say_that_they_do_no
         assert relative_error(roundtrip(fmt, x), x) < 1.3 * narrow + 1e-6
 
 
-def test_most_plain_formats_hold_heads_of_512_channels():
-    assert {"int8_per_token_head", "int4_unrotated", "fp8_e4m3", "float32"} <= {
-        name for name, fmt in FORMATS.items() if fmt.unsupported(512, "value") is None
-    }
+@every_format
+def test_rotated_formats_hold_more_than_256_channels_only_if_they_are_512(fmt):
+    for head_dim in (320, 384, 496):
+        reason = fmt.unsupported(head_dim, "key")
+        if fmt.rotated and not fmt.is_calibrated:
+            assert reason == f"head_dim {head_dim} is not a multiple of 16 between 16 and 256, nor 512"
+        elif not fmt.is_calibrated and supports(fmt, head_dim):
+            assert reason is None
 
 
 def test_only_keys_can_have_scales_per_channel():

@@ -37,7 +37,8 @@ def supports(name: str, head_dim: int) -> bool:
 
 
 HEAD_DIMS = {64: BY_TOKEN, 80: BY_TOKEN, 128: ["int8_per_token_head", "turboquant_2.5bit", "int2_per_group_32"],
-             96: ["int4_per_token_head"], 256: ["fp8_e4m3", "turboquant_4bit"]}  # fmt: skip
+             96: ["int4_per_token_head"], 256: ["fp8_e4m3", "turboquant_4bit"],
+             512: ["int8_per_token_head", "int4_per_token_head", "turboquant_2.5bit"]}  # fmt: skip
 SHAPES = [(name, head_dim) for head_dim, names in HEAD_DIMS.items() for name in names if supports(name, head_dim)]
 """Every kind with a head_dim that is a power of two and with one that is not; some kinds with further head_dims."""
 
