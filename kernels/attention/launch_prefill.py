@@ -127,7 +127,8 @@ def _config(capability: int, padded_head_dim: int, shared_memory: int, *, float3
     hopper, portable = next(configs for most, configs in HALF.items() if padded_head_dim <= most)
     if capability == 9 and not float32:
         return hopper
-    configs, itemsize = portable, 2
+    configs: tuple[PrefillConfig, ...] = portable
+    itemsize = 2
     if float32:
         configs, itemsize = FLOAT32 if padded_head_dim <= 256 else FLOAT32[-1:], 4
     fitting = (config for config in configs if config.shared_memory(padded_head_dim, itemsize) <= shared_memory)
