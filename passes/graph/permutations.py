@@ -5,6 +5,8 @@ An order is a text with one letter for each dimension (:mod:`kvcompile.kernels.l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import ops
 from torch.fx import Node
 
@@ -42,6 +44,19 @@ def axes_before(node: Node, axes: str) -> str:
 def axes_after(node: Node, axes: str) -> str:
     """The order of ``node``, whose operand has the order ``axes``; the same unless ``node`` permutes it."""
     return "".join(axes[dim] for dim in _permutation(node)) or axes
+
+
+def axes_of_last(states: Sequence[Node], axes: str) -> str:
+    """The order of the last of ``states``, each of which views or writes the one before; the first has order ``axes``.
+
+    "" if a state with another number of dimensions is permuted.
+    """
+    for state in states[1:]:
+        order = _permutation(state)
+        if len(order) not in (0, len(axes)):
+            return ""
+        axes = axes_after(state, axes)
+    return axes
 
 
 def unpermuted(state: Node, axes: str) -> tuple[Node, str, tuple[Node, ...]]:

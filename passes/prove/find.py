@@ -24,10 +24,11 @@ from kvcompile.passes.graph.aten import (
     shape_of,
     view_chain,
 )
-from kvcompile.passes.graph.names import AXIS_NAMES, cache_name, operation
+from kvcompile.passes.graph.names import AXIS_NAMES, cache_name, operation, operations
 from kvcompile.passes.graph.permutations import (
     REPETITIONS,
     axes_before,
+    axes_of_last,
     permutes_dims,
     repeats_sequence,
 )
@@ -176,6 +177,7 @@ class CacheFinder:
         key_read, value_read = self._read(call.key, "key"), self._read(call.value, "value")
         key = self._cache(key_read, "key")
         if key_read.root is value_read.root:
+            _check_order(key, value_read, "value")
             key.serves_both, value = True, key
         else:
             value = self._cache(value_read, "value")
@@ -190,12 +192,12 @@ class CacheFinder:
         """How ``operand`` reads an existing cache, or new rows that the graph returns."""
         root, chain = view_chain(operand, self.dropping)
         if root.target is GATHER_SLOTS:
-            return trace_read(operand, self.dropping, role)
+            return self._trace(operand, self.dropping, role)
         check_whole(root, role)
         if self._is_changed_copy(root):
             raise no_cache(root, role, self.later_states)
         if (_holds_tokens(root) and not self._are_copied_rows(root, chain)) or root in self.dropping:
-            read = trace_read(operand, self.dropping, role)
+            read = self._trace(operand, self.dropping, role)
             states, writes = self._history(read, role)
             if states[0].op == "placeholder" or (writes and _is_zeros(states[0])):
                 return read
@@ -205,7 +207,28 @@ class CacheFinder:
         if root.op != "placeholder" and root not in returned and not is_write:
             check_not_returned_whole(root, role, returned)
             raise no_cache(root, role, self.later_states)
-        return trace_read(operand, returned, role)
+        return self._trace(operand, returned, role)
+
+    def _trace(self, operand: Node, stop: frozenset[Node], role: Role) -> Read:
+        """How ``operand`` reads a cache, in the order of its packed data, its other reads or its writes, if one fits.
+
+        Sequences and heads can be taken for each other if there is one of either. Each site takes the likelier, and the
+        sites of one cache, in one graph or several, may differ.
+        """
+        read = trace_read(operand, stop, role)
+        other = read.exchanged
+        return other if other is not None and not self._fits_cache(read) and self._fits_cache(other) else read
+
+    def _fits_cache(self, read: Read) -> bool:
+        """Whether ``read`` has the order of its cache, as far as the graph tells it."""
+        known = self.caches.get(read.root)
+        if known is not None:
+            return read.axes == known.root_axes
+        states = states_of(read.root)
+        packed = self.packed_inputs.get(states[0])
+        if packed is not None:
+            return read.axes == axes_of_last(states, packed.axes)
+        return is_written(read.root, read.axes)
 
     def _is_changed_copy(self, node: Node) -> bool:
         """Whether ``node`` is a changed copy of a cache that the graph writes and keeps without this change."""
@@ -224,6 +247,7 @@ class CacheFinder:
             known = self.caches[read.root] = self._prove(read, role)
         if known.role != role:
             raise Refusal(Reason.other_role, role=role, other=known.role)
+        _check_order(known, read, role)
         return known
 
     def _prove(self, read: Read, role: Role) -> Cache:
@@ -379,6 +403,12 @@ class CacheFinder:
     def _is_move(self, node: Node, writes: list[CacheWrite]) -> bool:
         """Whether ``node`` may be a slice of a growing cache, before or after a ``cat``."""
         return node in self.dropping or (node.target is aten.slice.Tensor and bool(writes) and writes[0].form == "cat")
+
+
+def _check_order(cache: Cache, read: Read, role: Role) -> None:
+    """Raise Refusal if ``read`` has another order than the cache, which an earlier site has read."""
+    if read.axes != cache.root_axes:
+        raise Refusal(Reason.unknown_read, role=role, op=operations(read.chain or (read.root,)))
 
 
 def _write_of(node: Node, axes: str, role: Role) -> CacheWrite | None:

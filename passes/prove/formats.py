@@ -107,6 +107,9 @@ def _check_basis(cache: Cache, layout: PackedLayout) -> None:
             f"cache has {cache.num_kv_heads} of {cache.head_dim}"
         )
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
+    if any(read.regroups_heads for read in cache.reads):
+        detail = f"it was calibrated for each head, and attention takes heads of the {cache.role} cache for sequences"
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
 
 
 def _check_kernels(candidate: Candidate) -> None:

@@ -16,7 +16,14 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.kernels.layout.axes import CACHE_AXES, TRANSPOSED_AXES, TRANSPOSED_RANK_3_AXES, rank_3_axes, rank_4_axes
+from kvcompile.kernels.layout.axes import (
+    CACHE_AXES,
+    TRANSPOSED_AXES,
+    TRANSPOSED_RANK_3_AXES,
+    rank_3_axes,
+    rank_4_axes,
+    size_along,
+)
 from kvcompile.passes.graph.aten import CASTS, WRITE_OPS, Size, arguments, shape_of, view_chain
 from kvcompile.passes.graph.index_map import Factor, IndexMap, follow
 from kvcompile.passes.graph.names import cache_name, operation, operations
@@ -40,6 +47,9 @@ _AXES_BY_RANK = {
 """The orders that a base of four dimensions may have, by the rank of the cache."""
 
 
+_OTHER_NAME = str.maketrans("bh", "hb")
+
+
 _SLOTS = 1
 """The axis of gathered tokens. A pool is [1, num_slots, num_kv_heads, head_dim]."""
 
@@ -61,7 +71,8 @@ class Read:
         first_head: the first head that is read.
         first_sequence: the first sequence that is read; None if all are.
         head_tiles: how often the operand repeats all heads in turn. Each head may be repeated in place as well.
-        divides_batch: whether the batch of ``root``, which has one head, is divided into sequences and heads.
+        regroups_heads: whether ``root``, which has one sequence or one head, is divided otherwise into sequences and
+            heads. ``num_sequences`` and ``num_heads`` are then those of the division.
     """
 
     root: Node
@@ -75,12 +86,27 @@ class Read:
     first_head: int = 0
     first_sequence: Size | None = None
     head_tiles: int = 1
-    divides_batch: bool = False
+    regroups_heads: bool = False
 
     @property
     def gathers(self) -> bool:
         """Whether it reads a pool, by slots."""
         return bool(self.chain) and self.chain[0].target is GATHER_SLOTS
+
+    @property
+    def exchanged(self) -> Read | None:
+        """The same read with the other name for sequences and for heads; None if this names other bytes.
+
+        Packed data has a place for each sequence, and in it for each head. If there is one sequence or one head, the
+        places of the others have the same numbers under both names. A cache of three dimensions always has one of
+        either. If the read has all places, their division into sequences and heads does not depend on the names.
+        """
+        sizes = [size_along(shape_of(self.root), self.axes, axis) for axis in "bh"]
+        is_one = [statically_known_true(size == 1) for size in sizes]
+        reads_all = statically_known_true(self.num_sequences * self.num_heads == sizes[0] * sizes[1])
+        if self.gathers or not any(is_one) or not reads_all:
+            return None
+        return replace(self, axes=self.axes.translate(_OTHER_NAME), regroups_heads=not all(is_one))
 
 
 def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
@@ -198,7 +224,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], index_map: IndexMap, role: s
         first_head=int(index_map.starts[axis_of_heads]),
         first_sequence=None if takes_all else index_map.starts[batch_axis],
         head_tiles=math.prod(int(factor.size) for factor in repeats),
-        divides_batch=divides_batch,
+        regroups_heads=divides_batch,
     )
 
 

@@ -253,10 +253,12 @@ class CacheRewriter:
         data = self.packed[read.root]
         if read.gathers:
             return insert_gather(self.graph, data, layout, insert_operand_slots(self.graph, read))
-        if read.divides_batch:
+        if read.regroups_heads:
             sizes = [size_node(self.graph, size) for size in (read.num_sequences, read.num_heads)]
-            divided: Node = inline(self.graph, lambda data, *sizes: data.unflatten(1, sizes).squeeze(3), data, *sizes)
-            return divided
+            regrouped: Node = inline(
+                self.graph, lambda data, *sizes: data.flatten(1, 2).unflatten(1, sizes), data, *sizes
+            )
+            return regrouped
         if read.first_sequence is None:
             return data
         first, count = (size_node(self.graph, size) for size in (read.first_sequence, read.num_sequences))

@@ -63,5 +63,5 @@ def _slots(positions: Tensor, valid: Tensor) -> Tensor:
 
 def can_be_exact(read: Read, query: Node) -> bool:
     """Whether attention of ``query`` may be exact: it has many queries, which see all sequences of the cache."""
-    sees_all = not read.gathers and not read.divides_batch and read.first_sequence is None
+    sees_all = not read.gathers and not read.regroups_heads and read.first_sequence is None
     return sees_all and not reads_packed(shape_of(query)[2])
