@@ -23,6 +23,8 @@ EXACT_STAGES = 2
 """On Hopper, the items of a program whose rows are in use or loaded ahead."""
 
 PORTABLE = AttentionConfig(8, 64)
+PORTABLE_WIDE = AttentionConfig(8, 64, num_stages=3)
+"""For a head_dim of more than 256 channels, for any number of query rows: outputs of more rows spill."""
 FACTORS = AttentionConfig(8, 64, num_stages=2)
 FACTORS_ROTATED = AttentionConfig(8, 64, num_stages=1, programs_per_sm=4)
 FACTORS_ROTATED_NARROW = AttentionConfig(8, 64, num_stages=1, max_registers=128, programs_per_sm=4)
@@ -57,7 +59,8 @@ def attention_config(
     itemsize = 4 if float32 or key.tile_bits == 32 else 2
     shared_nbytes = SCRATCH_NBYTES if config.num_warps > 1 else 0
     shared_nbytes += config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
-    if capability == 9 and not float32 and key.tile_bits < 32:  # the rows of Hopper were measured with this rule
+    is_wide = max(key.padded_head_dim, value.padded_head_dim) > 256
+    if capability == 9 and not (float32 or is_wide or key.tile_bits == 32):  # Hopper was measured with this rule
         num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
         num_stages, programs = min(config.num_stages, num_tiles), config.programs_per_sm
         of_program = shared_nbytes + (num_stages - 1) * tile_nbytes + RESERVED_NBYTES
@@ -234,6 +237,8 @@ def _portable_config(
     capability: int, key: PackedOperand, value: PackedOperand, rows: int, row_mask: str
 ) -> AttentionConfig:
     """The configuration if none was measured."""
+    if max(key.padded_head_dim, value.padded_head_dim) > 256:
+        return PORTABLE_WIDE
     if rows <= 8:
         return PORTABLE
     if key.granularity == "channel" and capability in (9, 10):

@@ -19,15 +19,14 @@ from kvcompile.kernels.tiles.runs import unrotate_levels, unrotation_matrix
 @jit(do_not_specialize=["first_pair", "num_kv_heads", "num_tokens", "num_blocks", "blocks_per_program"])
 def dequantize_kernel(
     data_ptr, bounds_ptr, out_ptr, data_strides, first_pair, num_kv_heads, num_tokens, num_blocks, blocks_per_program,
-    static_scale, OPERAND: tl.constexpr, HAS_BOUNDS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    PADDED: tl.constexpr,
+    static_scale, OPERAND: tl.constexpr, HAS_BOUNDS: tl.constexpr, PRECISION: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Dequantize some KV heads. Grid (pairs, ceil(num_blocks / blocks_per_program)); a pair is a KV head of a sequence.
 
     Args:
         data_ptr: packed data, uint8, strides (block, batch, head) in bytes.
-        bounds_ptr: with HAS_BOUNDS int32 [batch, 2], a range of tokens for each sequence: only tiles of TILE tokens
-            with a token in the range are written.
+        bounds_ptr: with HAS_BOUNDS int32 [batch, 2], a range of tokens for each sequence: only blocks with a token in
+            the range are written.
         out_ptr: any float dtype. With PADDED [pairs, num_blocks * block_tokens, padded_head_dim], 0 from ``num_tokens``
             on; otherwise [pairs, num_tokens, head_dim].
         first_pair: the pair of the first program, ``batch * num_kv_heads + kv_head``.
@@ -44,8 +43,8 @@ def dequantize_kernel(
     out_ptr += tl.program_id(0).to(tl.int64) * rows * ROW
     begin, end = 0, num_blocks * BLOCK
     if HAS_BOUNDS:
-        begin = tl.load(bounds_ptr + batch * 2) // TILE * TILE
-        end = tl.minimum(tl.cdiv(tl.load(bounds_ptr + batch * 2 + 1), TILE) * TILE, end)
+        begin = tl.load(bounds_ptr + batch * 2) // BLOCK * BLOCK
+        end = tl.minimum(tl.load(bounds_ptr + batch * 2 + 1), end)
     matrix = unrotation_matrix(OPERAND)
     for i in range(blocks_per_program):
         block = tl.program_id(1) * blocks_per_program + i

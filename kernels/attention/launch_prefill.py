@@ -116,9 +116,9 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     bounds = _bounds(call)
     for first_pair in range(0, pairs, pairs_at_once):
         count = min(pairs_at_once, pairs - first_pair)
-        key = value = _dequantize(call, call.keys, first_pair, count, padded_len, bounds, config)
+        key = value = _dequantize(call, call.keys, first_pair, count, padded_len, bounds)
         if call.value is not call.key:
-            value = _dequantize(call, call.values, first_pair, count, padded_len, bounds, config)
+            value = _dequantize(call, call.values, first_pair, count, padded_len, bounds)
         _launch_attention(call, key, value, first_pair, partial, lse, splits, row_tiles, config)
     return partial, lse, splits
 
@@ -191,14 +191,13 @@ def _dequantize(
     count: int,
     padded_len: int,
     bounds: Tensor | None,
-    config: PrefillConfig,
 ) -> Tensor:
     """The dequantized tokens of ``count`` KV heads, [count, padded_len, padded_head_dim]."""
     operand = source.operand
     make = torch.empty if operand.padded_head_dim == operand.head_dim else torch.zeros
     dtype = torch.float32 if INTERPRETED else call.query.dtype  # the interpreter multiplies bit patterns
     out = make((count, padded_len, operand.padded_head_dim), dtype=dtype, device=source.data.device)
-    _read_pairs(source, out, call.kv_len, first_pair, bounds, config.tokens, padded=True)
+    _read_pairs(source, out, call.kv_len, first_pair, bounds, padded=True)
     return out
 
 
@@ -208,13 +207,12 @@ def _read_pairs(
     num_tokens: int,
     first_pair: int,
     bounds: Tensor | None = None,
-    tile: int = 0,
     *,
     padded: bool,
 ) -> None:
     """Dequantize tokens as :func:`dequantize_pairs` does, then put the new tokens in their places in ``out``."""
     dequantize_pairs(
-        source.data, source.operand, source.static_scale, out, num_tokens, first_pair, bounds, tile, padded=padded
+        source.data, source.operand, source.static_scale, out, num_tokens, first_pair, bounds, padded=padded
     )
     if source.new is not None:
         put_new_tokens(out, source.new, num_tokens, first_pair)
@@ -228,7 +226,6 @@ def dequantize_pairs(
     num_tokens: int,
     first_pair: int = 0,
     bounds: Tensor | None = None,
-    tile: int = 0,
     *,
     padded: bool,
 ) -> None:
@@ -240,7 +237,7 @@ def dequantize_pairs(
         (data, data if bounds is None else bounds, out),
         (strides_of(data),),
         (first_pair, data.shape[2], num_tokens, num_blocks, at_once, static_scale),
-        (operand, bounds is not None, tile, precision(data.device), padded),
+        (operand, bounds is not None, precision(data.device), padded),
         _dequantize_options(operand, launcher.capability_of(data.device)),
     )
 

@@ -94,13 +94,15 @@ def test_splits_whose_scores_are_all_far_below_zero_are_merged_by_their_sums(dev
     PrefillCase(device, INT8, INT8, q_len=3, kv_len=325, spread=0.01).check(torch.full((1, 1, 3, 325), -1e9))
 
 
-@pytest.mark.parametrize("config", [*launch_prefill.PORTABLE, *launch_prefill.FLOAT32])
-@pytest.mark.parametrize("kv_len", [65, 96])
-def test_tiles_that_are_smaller_than_blocks_cover_whole_blocks(config, kv_len, device, monkeypatch):
+@pytest.mark.parametrize("config", [*launch_prefill.PORTABLE, launch_prefill.HOPPER_WIDEST, *launch_prefill.FLOAT32])
+@pytest.mark.parametrize(("kv_len", "first"), [(65, 0), (96, 40), (130, 120)])
+def test_tiles_that_are_smaller_than_blocks_cover_whole_blocks(config, kv_len, first, device, monkeypatch):
+    """The first visible token may lie in any tile of its block."""
     monkeypatch.setattr(launch_prefill, "_config", lambda *args, **kwargs: config)
     dtype = torch.float32 if config in launch_prefill.FLOAT32 else torch.bfloat16
     monkeypatch.setattr(launch_prefill, "is_prefill", lambda call: True)
-    PrefillCase(device, INT8, INT8, batch=2, q_len=3, kv_len=kv_len, dtype=dtype).check()
+    mask = (torch.arange(kv_len) >= first).expand(2, 1, 3, kv_len) if first else None
+    PrefillCase(device, INT8, INT8, batch=2, q_len=3, kv_len=kv_len, dtype=dtype).check(mask)
 
 
 def test_kv_heads_that_do_not_fit_the_scratch_at_once_come_one_after_the_other(device, monkeypatch):
