@@ -135,6 +135,9 @@ class GraphCompiler:
                 site.refuse(Refusal(Reason.training))
             self._agree(sites)
             self._report(sites)
+            if self.generate_code is None and any(isinstance(x, PackedSubclass) for x in self.original_inputs):
+                # AOTAutograd of PyTorch 2.13 fails on a mutated tensor subclass in a graph with a backward pass.
+                return copied_graph(self.original).forward
             return self._compile_plain()
         try:
             compiled = self._compile_packed()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile import collect_reports
+from kvcompile.compilation import plain
 from kvcompile.compat.transformers import cache_of, renamed_cache
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.report.report import Report
@@ -46,6 +47,19 @@ def test_a_static_cache_that_was_initialised_early_is_packed() -> None:
     assert report.totals.rewritten == report.totals.sites > 0
     assert isinstance(cache.layers[0].keys, PackedTensor)
     assert torch.equal(cache.layers[0].values.dequantize(), expected.layers[0].values)
+
+
+def test_a_step_that_records_gradients_runs_eagerly_on_a_packed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor fails on such a graph (PyTorch 2.13 and 2.14)."""
+    monkeypatch.setattr(plain, "compile_plain", lambda *args: pytest.fail("a graph on a packed cache was compiled"))
+    model = tiny_llama(num_layers=1)
+    cache, expected = kvcompile.static_cache(model, 2, MAX_LEN, LOSSLESS), fresh_cache(model, "static")
+    compiled = torch.compile(model, backend="kvquant", options={"policy": LOSSLESS, "on_unsupported": "ignore"})
+    for chunk in torch.arange(20).reshape(2, 10).split(CHUNKS, 1):
+        logits = compiled(input_ids=chunk, past_key_values=cache).logits
+        assert logits.requires_grad
+        with torch.no_grad():
+            torch.testing.assert_close(logits, model(input_ids=chunk, past_key_values=expected).logits)
 
 
 class Stream:
