@@ -11,8 +11,8 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile import collect_reports
-from kvcompile.compilation import plain
 from kvcompile.compat.transformers import cache_of, renamed_cache
+from kvcompile.compilation import plain
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.report.report import Report
 
