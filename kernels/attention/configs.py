@@ -59,8 +59,7 @@ def attention_config(
     itemsize = 4 if float32 or key.tile_bits == 32 else 2
     shared_nbytes = SCRATCH_NBYTES if config.num_warps > 1 else 0
     shared_nbytes += config.rows * (key.padded_head_dim * itemsize + value.padded_head_dim * 4)
-    is_wide = max(key.padded_head_dim, value.padded_head_dim) > 256
-    if capability == 9 and not (float32 or is_wide or key.tile_bits == 32):  # Hopper was measured with this rule
+    if capability == 9 and not float32 and key.tile_bits < 32:  # the rows of Hopper were measured with this rule
         num_tiles = max(1, (multiprocessor.of_program - SCRATCH_NBYTES) // max(1, tile_nbytes))
         num_stages, programs = min(config.num_stages, num_tiles), config.programs_per_sm
         of_program = shared_nbytes + (num_stages - 1) * tile_nbytes + RESERVED_NBYTES
@@ -139,7 +138,8 @@ def _with_spare_programs(
     """
     if key.num_entries + value.num_entries == 0:
         return config
-    config = replace(config, exact_stages=EXACT_STAGES)
+    if max(key.padded_head_dim, value.padded_head_dim) <= 256:  # rows of more channels would not fit twice
+        config = replace(config, exact_stages=EXACT_STAGES)
     of_program = max(of_program, shared_nbytes + RESERVED_NBYTES + _exact_nbytes(config, key, value, float32=False))
     room = min(multiprocessor.shared_memory // of_program, _programs_by_registers(config, multiprocessor))
     if max(key.padded_head_dim, value.padded_head_dim) > 128 and key.num_entries == value.num_entries:
