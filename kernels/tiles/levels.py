@@ -118,9 +118,7 @@ def _run_ptx_on_tile(sections, KIND: tl.constexpr, TO_INTEGERS: tl.constexpr, OP
 
 
 @jit
-def _outputs_of_ptx(
-    sections, KIND: tl.constexpr, TO_INTEGERS: tl.constexpr, COPY: tl.constexpr, OPERAND: tl.constexpr
-):
+def _outputs_of_ptx(sections, KIND: tl.constexpr, TO_INTEGERS: tl.constexpr, COPY: tl.constexpr, OPERAND: tl.constexpr):
     """Run the PTX of the codec on four bytes of every section at a time: a tuple with a tile for each plane.
 
     The operands of the PTX are one register with four integers, or two registers with two fp16 levels each, for each
