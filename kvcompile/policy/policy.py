@@ -181,12 +181,12 @@ def _num_items(layers: Any) -> int:
     return layers.count(",") + 1 if isinstance(layers, str) else len(layers) if isinstance(layers, list | tuple) else 1
 
 
-def _not_too_many(rules: Any) -> Any:
-    """``rules``; PolicyError if there are too many or they are too long, because using them would take seconds."""
+def _short_list(rules: Any) -> Any:
+    """``rules``; PolicyError if they are no list, or if there are too many or too long ones, which take seconds."""
     if rules is None:  # ``rules:`` without a rule below it
         return ()
     if not isinstance(rules, list | tuple):
-        return rules
+        raise PolicyError(f"expected a list of rules, with a dash before each, got {shown(rules)}")
     if len(rules) > MAX_RULES:
         raise PolicyError(f"there are {len(rules)} rules; give at most {MAX_RULES}, with ranges such as layers: 0-31")
     matches = [rule.get("match") for rule in rules if isinstance(rule, Mapping)]
@@ -229,7 +229,7 @@ class Policy(Strict):
     """
 
     version: Annotated[Literal[1], BeforeValidator(_no_bool)] = 1
-    rules: Annotated[tuple[Rule, ...], BeforeValidator(_not_too_many)] = ()
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_short_list)] = ()
     default: Choice
     residual_length: Tokens | None = None
     sink_tokens: Tokens | None = None
