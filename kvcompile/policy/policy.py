@@ -217,8 +217,8 @@ class Policy(Strict):
             (``exact``), or in stored, quantized form (``packed``). Tokens of earlier calls are always read from the
             packed cache. With ``packed``, the results do not depend on how a prompt is divided into calls. Attention
             reads new tokens in stored form in every case if ranks split the tokens, if a format is calibrated, if the
-            cache holds latents, and if the step computes keys from the cache (pre-RoPE keys, normalised keys). If a
-            call writes its prompt in two pieces, it reads the first piece in stored form.
+            cache holds latents, and if the step computes keys from the cache (pre-RoPE keys, normalised keys). A
+            call may write its prompt in two pieces: it then reads the first piece in stored form.
         on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
             and ``ignore`` the site compiles as under plain Inductor.
         key_outliers: the reaction to outlier channels of keys, which leave few bits for the other channels: nothing
