@@ -169,14 +169,14 @@ def _path(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def _check_usable(device: torch.device, path: Path) -> None:
-    """Raise OptionsError if this process cannot use ``device``, so that the error does not blame the file."""
+def _check_usable(device: torch.device) -> None:
+    """Raise OptionsError if this process cannot use ``device``, before an error on it could blame the file."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: this PyTorch has no code for such devices
         raise OptionsError(
-            f"load_cache: device {str(device)!r} cannot be used here ({one_line(error)}); give another device, such as "
-            f"'cpu': {path} was not read"
+            f"load_cache: device {str(device)!r} cannot be used here ({one_line(error)}); the file was not read, so "
+            "give another device, such as 'cpu'"
         ) from error
 
 
@@ -196,7 +196,7 @@ def _load(
     ranks: Ranks | None,
 ) -> tuple[Any, str]:
     """The cache of this rank, and the identifier of the save."""
-    _check_usable(device, path)
+    _check_usable(device)
     try:
         with Source(path) as source:
             check_origin(source, metadata, fingerprint)

@@ -374,13 +374,21 @@ def test_arguments_that_are_no_model_and_no_device_are_named(file: Path) -> None
             kvcompile.load_cache(file, device=device)
 
 
-def test_a_device_that_cannot_be_used_is_named_and_the_file_is_not_blamed(file: Path) -> None:
+def test_a_device_that_cannot_be_used_is_named_and_the_file_is_not_blamed(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_driver(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(f"Found no NVIDIA driver on your system. {'Please check that you have a GPU. ' * 20}")
+
     kvcompile.save_cache([torch.zeros(2)], file)
     device = f"cuda:{torch.cuda.device_count()}"
-    with pytest.raises(
-        OptionsError, match=rf"^load_cache: device '{device}' cannot be used here .*'cpu': .* not read$"
-    ):
+    message = rf"^load_cache: device '{device}' cannot be used here \(.*\); the file was not read, so give .*'cpu'$"
+    with pytest.raises(OptionsError, match=message):
         kvcompile.load_cache(file, device=device)
+    monkeypatch.setattr(torch, "empty", without_driver)
+    with pytest.raises(OptionsError, match=message) as raised:
+        kvcompile.load_cache(file, device=device)
+    assert "Found no NVIDIA driver" in str(raised.value)
 
 
 def test_a_device_without_room_does_not_blame_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
