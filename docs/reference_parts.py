@@ -20,7 +20,7 @@ import torch
 
 from kvcompile.cli.policy_schema import policy_schema
 from kvcompile.compat import versions
-from kvcompile.kernels.formats import CALIBRATED_FORMATS, FORMATS, LATENT_FORMATS, bases, bit_planes, get_format
+from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS, bases, bit_planes, get_format
 from kvcompile.kernels.formats.base import HEAD_DIM, Format
 from kvcompile.kernels.lang.gpus import GPUS
 from kvcompile.kernels.layout import packed_layout as layout
@@ -98,7 +98,7 @@ def pipeline_passes() -> str:
 def format_families() -> str:
     """The docstring of every file of formats, and the bytes of its formats."""
     families: dict[ModuleType, list[Format]] = {}
-    calibrated = map(get_format, (*CALIBRATED_FORMATS, "lloyd_max_4321"))
+    calibrated = map(get_format, (*presets.CALIBRATED_NAMES, "lloyd_max_4321"))
     for fmt in (*FORMATS.values(), *calibrated, *LATENT_FORMATS.values()):
         families.setdefault(sys.modules[type(fmt).__module__], []).append(fmt)
     return "\n\n".join(_family(module, formats) for module, formats in families.items())
@@ -278,7 +278,7 @@ def policy_names() -> str:
         "Presets": list(presets.PRESETS),
         "Presets that need `transforms`": list(presets.CALIBRATED_PRESETS),
         "Formats that are not presets": singles,
-        "Formats that need `transforms`": list(CALIBRATED_FORMATS),
+        "Formats that need `transforms`": list(presets.CALIBRATED_NAMES),
         "Formats of latents that serve as keys and values": list(LATENT_FORMATS),
         "No format, the cache stays unpacked": [presets.AUTO],
     }

@@ -11,7 +11,7 @@ from torch import nn
 
 from kvcompile.backend import kvquant
 from kvcompile.compat.modules import drop_compiled_call
-from kvcompile.errors import OptionsError, check_callable, shown
+from kvcompile.errors import OptionsError, check_callable, check_made, shown
 from kvcompile.generation.generate import Generation, generative_models
 from kvcompile.policy.policy import OnUnsupported, PolicySpec
 
@@ -90,7 +90,8 @@ def compile(
 
     Raises:
         PolicyError: the policy is wrong.
-        OptionsError: an unknown or mistyped option or mode, or ``model`` is neither a module nor a function.
+        OptionsError: an unknown or mistyped option or mode; or ``model`` is a class, or neither a module nor a
+            function.
     """
     for name, value, known in (("dynamic", dynamic, (None, True, False)), ("fullgraph", fullgraph, (True, False))):
         if not any(value is one for one in known):
@@ -137,6 +138,7 @@ def uncompile(model: nn.Module) -> nn.Module:
     Raises:
         OptionsError: ``model`` is no module. A function is not changed by :func:`compile`, which returns another one.
     """
+    check_made(model, "uncompile")
     if not isinstance(model, nn.Module):
         raise OptionsError(
             f"uncompile: expected a module, got {type(model).__name__}; to run a function in eager code, call the "

@@ -89,10 +89,20 @@ def plural(count: int, noun: str) -> str:
 
 def check_callable(model: object, caller: str) -> None:
     """Raise OptionsError unless ``model`` can be compiled; ``caller`` is the function that the user called."""
+    check_made(model, caller)
     if not callable(model):
         raise OptionsError(
             f"{caller}: expected a module or a function, got {type(model).__name__}; load the model first"
         )
+
+
+def check_made(model: object, caller: str) -> None:
+    """Raise OptionsError if ``model`` is a class.
+
+    ``torch.compile`` accepts a class and replaces its methods. The process may crash when the class is used later.
+    """
+    if isinstance(model, type):
+        raise OptionsError(f"{caller}: expected a model, got the class {cut(model.__name__)}; make the model first")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -42,7 +42,7 @@ def explain(
 
     Raises:
         PolicyError: the policy does not exist or is wrong.
-        OptionsError: ``model`` is neither a module nor a function.
+        OptionsError: ``model`` is a class, or neither a module nor a function.
     """
     return _report(model, args, kwargs, policy, verify=False)
 
@@ -71,7 +71,7 @@ def verify(
 
     Raises:
         PolicyError: the policy does not exist or is wrong.
-        OptionsError: ``model`` is neither a module nor a function.
+        OptionsError: ``model`` is a class, or neither a module nor a function.
         KVCompileError: a dump cannot be written.
     """
     return _report(model, args, kwargs, policy, verify=True)

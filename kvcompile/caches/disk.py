@@ -38,15 +38,24 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, header: dict[str, str]
 
 
 def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically: ``write`` makes it under another name, and it is renamed after a flush to the disk."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        complete, mode = Path(folder, "complete"), Path(folder, "mode")
-        write(complete)
-        mode.touch()
-        complete.chmod(stat.S_IMODE(mode.stat().st_mode))  # the umask's mode; safetensors makes private files
-        _flush(complete)
-        complete.replace(path)
-        _flush(path.parent)
+    """Write a file atomically: ``write`` makes it under another name, and it is renamed after a flush to the disk.
+
+    Raises:
+        OSError: the file cannot be written. The error names ``path``, whatever the other name is.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            complete, mode = Path(folder, "complete"), Path(folder, "mode")
+            write(complete)
+            mode.touch()
+            complete.chmod(stat.S_IMODE(mode.stat().st_mode))  # the umask's mode; safetensors makes private files
+            _flush(complete)
+            complete.replace(path)
+            _flush(path.parent)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _flush(path: Path) -> None:

@@ -132,11 +132,13 @@ def load_cache(
             version of Transformers or from another model, has other ``metadata``, or its bytes contradict its
             description; a file of the folder is missing or belongs to another save; or the ranks cannot divide the
             cache. If one rank fails, every rank raises its error.
-        OptionsError: ``model`` is not a module; ``device`` is not a device; or ``context_parallel`` or
-            ``tensor_parallel`` is neither a DeviceMesh of one dimension nor a process group with this process.
-        OSError: the file cannot be read.
+        OptionsError: ``model`` is not a module; ``device`` is not a device, or cannot be used here; or
+            ``context_parallel`` or ``tensor_parallel`` is neither a DeviceMesh of one dimension nor a process group
+            with this process.
+        OSError: the file cannot be read; FileNotFoundError if it does not exist.
+        torch.OutOfMemoryError: the device has no room for the cache.
     """
-    path, ranks = Path(path), Ranks.of(context_parallel, tensor_parallel, "load_cache")
+    path, ranks = _path(path), Ranks.of(context_parallel, tensor_parallel, "load_cache")
     fingerprint = _fingerprint(model, "load_cache") if model is not None else None
     device, expected = _device(device), dict(metadata or {})
     if ranks is None:
@@ -160,6 +162,24 @@ def _fingerprint(model: Any, caller: str) -> str:
     return digests.of_model(model)
 
 
+def _path(path: str | os.PathLike[str]) -> Path:
+    """``path``; CacheFileError if it cannot be the path of a file."""
+    if not (text := os.fspath(path)) or "\0" in text:
+        raise CacheFileError(f"load_cache: {shown(text)} is not a path; give it the file that save_cache wrote")
+    return Path(path)
+
+
+def _check_usable(device: torch.device) -> None:
+    """Raise OptionsError if this process cannot use ``device``, before an error on it could blame the file."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: this PyTorch has no code for such devices
+        raise OptionsError(
+            f"load_cache: device {str(device)!r} cannot be used here ({one_line(error)}); the file was not read, so "
+            "give another device, such as 'cpu'"
+        ) from error
+
+
 def _device(device: Any) -> torch.device:
     try:
         return torch.device(device)
@@ -176,6 +196,7 @@ def _load(
     ranks: Ranks | None,
 ) -> tuple[Any, str]:
     """The cache of this rank, and the identifier of the save."""
+    _check_usable(device)
     try:
         with Source(path) as source:
             check_origin(source, metadata, fingerprint)
@@ -187,7 +208,7 @@ def _load(
             if ranks is None:
                 reader.check_all_used()
             return cache, source.save
-    except CacheFileError:
+    except (CacheFileError, torch.OutOfMemoryError):
         raise
     except OSError as error:
         if isinstance(error.filename, str):

@@ -141,10 +141,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """
     path = folder / INDEX
     if not path.exists():
-        raise CacheFileError(
-            f"{folder} is not a regular file, and has no {INDEX}: save_cache of several ranks was not completed; "
-            "save the cache again"
-        )
+        raise CacheFileError(_without_index(folder))
     try:
         index = json.loads(read_text_file(path, _MOST_INDEX))
     except ValueError as error:
@@ -155,6 +152,18 @@ def read_index(folder: Path) -> dict[str, Any]:
     if index["description"] != VERSION:
         raise CacheFileError(_other_version(path, index["description"], VERSION))
     return index
+
+
+def _without_index(folder: Path) -> str:
+    if any(PART_NAME.fullmatch(file.name) for file in folder.iterdir()):
+        return (
+            f"{folder} is not a regular file, and has no {INDEX}: save_cache of several ranks was not completed; "
+            "save the cache again"
+        )
+    return (
+        f"{folder} is a folder without a cache; give load_cache the file that save_cache wrote, or the folder of a "
+        "completed save_cache of several ranks"
+    )
 
 
 def check_header(header: Mapping[str, Any], kind: str, version: int, path: Any) -> None:

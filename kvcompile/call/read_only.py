@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvcompile.call.adoption import why_not_whole
 from kvcompile.compat.tensors import is_autograd_view
+from kvcompile.errors import InputError
 from kvcompile.packed.subclass import PackedSubclass
 
 T = TypeVar("T")
@@ -46,8 +47,8 @@ def pack_(owner: T) -> T:
         ``owner`` itself.
 
     Raises:
-        ValueError: ``owner`` holds no such tensor, or is a tensor, list, tuple or dict with a tensor that is a part of
-            a larger one, or has elements that overlap in memory.
+        InputError: ``owner`` holds no such tensor, or is a tensor, list, tuple or dict with a tensor that is a part of
+            a larger one, or has elements that overlap in memory. An InputError is a KVCompileError and a ValueError.
     """
     found = list(_tensors_of(owner, set()))
     for tensor in found:
@@ -56,15 +57,21 @@ def pack_(owner: T) -> T:
         if (reason := why_not_whole(tensor)) is None:
             setattr(tensor, _MARK, True)
         elif isinstance(owner, (Tensor, list, tuple, Mapping)):
-            raise ValueError(
+            raise InputError(
                 f"pack_: the tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, cannot be packed: {reason}"
             )
     if not found:
-        raise ValueError(
-            f"pack_: {type(owner).__name__} holds no floating-point tensor of 3 or 4 dimensions without gradients; "
+        raise InputError(
+            f"pack_: {_in_words(owner)} holds no floating-point tensor of 3 or 4 dimensions without gradients; "
             "pass the tensors of keys and values, or the module or object that has them as buffers or attributes"
         )
     return owner
+
+
+def _in_words(owner: object) -> str:
+    if isinstance(owner, type):
+        return f"the class {owner.__name__}"
+    return "None" if owner is None else type(owner).__name__
 
 
 def may_pack(value: Any, source: str) -> bool:

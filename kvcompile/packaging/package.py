@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from kvcompile.compat.inductor import aoti_compile_and_package
-from kvcompile.errors import PackageError
+from kvcompile.errors import PackageError, check_callable
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.packaging.capture import Captured, capture, dequantized
 from kvcompile.packaging.launches import operators_in_python, pass_masks_as_they_are, tracing_launches
@@ -62,9 +62,11 @@ def package(
 
     Raises:
         PolicyError: the policy is wrong.
+        OptionsError: ``model`` is a class, or neither a module nor a function.
         UnsupportedSiteError: some attention on a cache cannot be packed.
         PackageError: a package cannot hold the step, or the compiled code differs from the graph.
     """
+    check_callable(model, "package")
     target = Path(path)
     if target.suffix != ".pt2":
         raise PackageError(f"{target.name!r} is not a valid name of a package; AOTInductor needs the suffix .pt2")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvcompile.errors import PolicyError
+from kvcompile.errors import PolicyError, shown
 from kvcompile.files.reading import expanded
 from kvcompile.kernels.formats import get_format, with_rotation_seed, with_static_scale
 from kvcompile.kernels.formats.base import Format
@@ -61,6 +61,13 @@ class _Elements(Strict):
     transforms: str | None = None
     _scales_of_layers: StaticScales | None = PrivateAttr(None)
     _transforms_of_layers: Transforms | None = PrivateAttr(None)
+
+    @field_validator("scales", mode="before")
+    @classmethod
+    def _number_or_text(cls, scales: Any) -> Any:
+        if not isinstance(scales, float | str | None) and (type(scales) is not int or scales.bit_length() > 100):
+            raise PolicyError(f"expected a number, or the path of a calibration or checkpoint, got {shown(scales)}")
+        return scales
 
     @field_validator("scales")
     @classmethod

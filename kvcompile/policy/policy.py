@@ -181,12 +181,12 @@ def _num_items(layers: Any) -> int:
     return layers.count(",") + 1 if isinstance(layers, str) else len(layers) if isinstance(layers, list | tuple) else 1
 
 
-def _not_too_many(rules: Any) -> Any:
-    """``rules``; PolicyError if there are too many or they are too long, because using them would take seconds."""
+def _short_list(rules: Any) -> Any:
+    """``rules``; PolicyError if they are no list, or if there are too many or too long ones, which take seconds."""
     if rules is None:  # ``rules:`` without a rule below it
         return ()
     if not isinstance(rules, list | tuple):
-        return rules
+        raise PolicyError(f"expected a list of rules, with a dash before each, got {shown(rules)}")
     if len(rules) > MAX_RULES:
         raise PolicyError(f"there are {len(rules)} rules; give at most {MAX_RULES}, with ranges such as layers: 0-31")
     matches = [rule.get("match") for rule in rules if isinstance(rule, Mapping)]
@@ -217,8 +217,8 @@ class Policy(Strict):
             (``exact``), or in stored, quantized form (``packed``). Tokens of earlier calls are always read from the
             packed cache. With ``packed``, the results do not depend on how a prompt is divided into calls. Attention
             reads new tokens in stored form in every case if ranks split the tokens, if a format is calibrated, if the
-            cache holds latents, and if the step computes keys from the cache (pre-RoPE keys, normalised keys). If a
-            call writes its prompt in two pieces, it reads the first piece in stored form.
+            cache holds latents, and if the step computes keys from the cache (pre-RoPE keys, normalised keys). A
+            call may write its prompt in two pieces: it then reads the first piece in stored form.
         on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
             and ``ignore`` the site compiles as under plain Inductor.
         key_outliers: the reaction to outlier channels of keys, which leave few bits for the other channels: nothing
@@ -229,7 +229,7 @@ class Policy(Strict):
     """
 
     version: Annotated[Literal[1], BeforeValidator(_no_bool)] = 1
-    rules: Annotated[tuple[Rule, ...], BeforeValidator(_not_too_many)] = ()
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_short_list)] = ()
     default: Choice
     residual_length: Tokens | None = None
     sink_tokens: Tokens | None = None

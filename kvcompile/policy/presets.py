@@ -60,6 +60,13 @@ The presets of TurboQuant subtract the means of keys and of values. The other pr
 element at a head_dim of 128, scales included.
 """
 
+CALIBRATED_NAMES = tuple(
+    dict.fromkeys(
+        (*CALIBRATED_FORMATS, *(name for pair in CALIBRATED_PRESETS.values() for name in (pair.key, pair.value)))
+    )
+)
+"""Names of calibrated formats, for lists: the formats of presets, and others. ``transform_*`` has more names."""
+
 PER_TENSOR = "per_tensor"
 """The granularity of one static scale for all vectors of a cache."""
 
@@ -81,7 +88,7 @@ def known_names() -> list[str]:
         *PRESETS,
         *CALIBRATED_PRESETS,
         *(name for name in FORMATS if name not in PRESETS),
-        *CALIBRATED_FORMATS,
+        *CALIBRATED_NAMES,
         *LATENT_FORMATS,
         AUTO,
     ]

@@ -70,6 +70,25 @@ def test_only_the_compilation_of_a_module_can_be_undone(model: Any) -> None:
         kvcompile.uncompile(model)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: kvcompile.compile(model, policy="int4"),
+        kvcompile.compile(policy="int4"),
+        kvcompile.uncompile,
+        lambda model: kvcompile.explain(model, *inputs()),
+        lambda model: kvcompile.verify(model, *inputs()),
+        lambda model: kvcompile.package(model, inputs(), path="step.pt2"),
+    ],
+    ids=["compile", "decorator", "uncompile", "explain", "verify", "package"],
+)
+def test_a_class_in_place_of_a_model_is_an_error_and_stays_unchanged(use: Any) -> None:
+    before = dict(vars(Step))
+    with pytest.raises(OptionsError, match=r"^\w+: expected a model, got the class Step; make the model first$"):
+        use(Step)
+    assert dict(vars(Step)) == before
+
+
 @pytest.mark.parametrize("as_decorator", [False, True])
 def test_a_function_is_left_unchanged_and_its_compiled_form_returned(as_decorator: bool) -> None:
     options: dict[str, Any] = {"policy": LOSSLESS, "mode": "reduce-overhead", "fullgraph": True, "dynamic": False}

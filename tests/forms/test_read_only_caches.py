@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kvcompile
+from kvcompile import KVCompileError
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
 
@@ -154,12 +155,14 @@ def test_another_use_of_a_marked_cache_keeps_it_plain() -> None:
         torch.zeros(2, 2, 2, 2, dtype=torch.int64),
         torch.zeros(2, 2, 2, 2, requires_grad=True),
         nn.Linear(2, 2),
+        nn.Linear,
+        None,
         [],
         7,
     ],
 )
 def test_an_owner_without_caches_is_an_error(owner: Any) -> None:
-    with pytest.raises(ValueError, match=r"pack_: .* holds no floating-point tensor of 3 or 4 dimensions"):
+    with pytest.raises(KVCompileError, match=r"^pack_: .* holds no floating-point tensor of 3 or 4 dimensions"):
         kvcompile.pack_(owner)
 
 

@@ -374,6 +374,33 @@ def test_arguments_that_are_no_model_and_no_device_are_named(file: Path) -> None
             kvcompile.load_cache(file, device=device)
 
 
+def test_a_device_that_cannot_be_used_is_named_and_the_file_is_not_blamed(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_driver(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(f"Found no NVIDIA driver on your system. {'Please check that you have a GPU. ' * 20}")
+
+    kvcompile.save_cache([torch.zeros(2)], file)
+    device = f"cuda:{torch.cuda.device_count()}"
+    message = rf"^load_cache: device '{device}' cannot be used here \(.*\); the file was not read, so give .*'cpu'$"
+    with pytest.raises(OptionsError, match=message):
+        kvcompile.load_cache(file, device=device)
+    monkeypatch.setattr(torch, "empty", without_driver)
+    with pytest.raises(OptionsError, match=message) as raised:
+        kvcompile.load_cache(file, device=device)
+    assert "Found no NVIDIA driver" in str(raised.value)
+
+
+def test_a_device_without_room_does_not_blame_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kvcompile.save_cache([torch.zeros(2)], file)
+    monkeypatch.setattr("kvcompile.caches.file.Reader.make", no_room)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):
+        kvcompile.load_cache(file)
+
+
 def test_only_regular_files_are_replaced_and_read(file: Path) -> None:
     target, pipe = file.with_name("target"), file.with_name("pipe")
     file.symlink_to(target)
@@ -381,10 +408,40 @@ def test_only_regular_files_are_replaced_and_read(file: Path) -> None:
     for path in (file, pipe, file.parent):
         with pytest.raises(CacheFileError, match="is not replaced"):
             kvcompile.save_cache(torch.ones(2), path)
-    for path in (pipe, file.parent):
-        with pytest.raises(CacheFileError, match="not a regular file"):
-            kvcompile.load_cache(path)
+    with pytest.raises(CacheFileError, match="not a regular file"):
+        kvcompile.load_cache(pipe)
     assert file.is_symlink()
+
+
+def test_a_folder_without_an_index_is_a_mistake_or_an_interrupted_save(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(CacheFileError, match=r"is a folder without a cache; give load_cache the file that save_cache"):
+        kvcompile.load_cache(tmp_path)
+    (tmp_path / "0a1b-rank-0-of-2.safetensors").touch()
+    with pytest.raises(CacheFileError, match=r"has no index\.json: save_cache of several ranks was not completed"):
+        kvcompile.load_cache(tmp_path)
+
+
+def test_a_path_without_a_file_is_named(file: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=file.name):
+        kvcompile.load_cache(file)
+    for path in ("", "a\0b"):
+        with pytest.raises(CacheFileError, match=r"^load_cache: '.*' is not a path; give it the file that save_cache"):
+            kvcompile.load_cache(path)
+
+
+def test_a_path_that_cannot_be_written_is_named_as_the_user_wrote_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(file.with_name("tmp1234")), None, str(file))
+
+    for name in ("mkdir", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, fail)
+            with pytest.raises(PermissionError) as raised:
+                kvcompile.save_cache(torch.ones(2), file)
+        assert str(raised.value) == f"[Errno 13] Permission denied: '{file}'"
 
 
 def test_a_file_has_the_permissions_of_the_umask(file: Path) -> None:

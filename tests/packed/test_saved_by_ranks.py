@@ -24,7 +24,7 @@ ERRORS = {
     "another plain tensor on rank 2": "context-parallel ranks hold different values of lengths",
     "other metadata on rank 1": "have different metadata or models",
     "a whole cache": "cache is whole on every context-parallel rank",
-    "nothing was saved": "save_cache of several ranks was not completed",
+    "nothing was saved": "or the folder of a completed save_cache of several ranks",
     "a file of another save": "is damaged, or belongs to another save than",
     "a missing file": "is missing, but the index of this cache names it",
     "a damaged file": "has another digest",

@@ -118,6 +118,12 @@ def test_a_bad_policy_gets_one_short_line(suffix: str, text: str, tmp_path: Path
     assert all(len(fault) <= MAX_MESSAGE for fault in caught.value.faults)
 
 
+@pytest.mark.parametrize("rules", ["{match: {layers: 0}, dtype: auto}", "int4", "3"])
+def test_rules_that_are_no_list_are_told_how_to_become_one(rules: str) -> None:
+    with pytest.raises(PolicyError, match=r"^policy: rules: expected a list of rules, with a dash before each, got "):
+        Policy.from_text(f"rules: {rules}\n{DEFAULT}")
+
+
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 def test_a_byte_order_mark_and_ends_of_lines_do_not_matter(start: bytes, end: bytes, tmp_path: Path) -> None:

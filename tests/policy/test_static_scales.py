@@ -184,6 +184,16 @@ def test_an_invalid_scale_is_an_error(scale: float, tmp_path: Path) -> None:
         policy(str(tmp_path / "s.safetensors")).formats_for("layers.0.attn", 0, 1)
 
 
+@pytest.mark.parametrize("scales", [True, [1.0], {"float": 1.0}, 10**400])
+def test_scales_that_are_neither_a_number_nor_a_path_are_one_fault_of_their_field(scales: object) -> None:
+    with pytest.raises(PolicyError) as raised:
+        policy(scales)
+    (fault,) = raised.value.faults
+    assert fault.startswith(
+        "policy: default.scales: expected a number, or the path of a calibration or checkpoint, got"
+    )
+
+
 def test_the_scales_of_a_checkpoint_are_for_e4m3(tmp_path: Path) -> None:
     save_file({f"layers.0.attn.{name}_scale": torch.tensor(1.0) for name in "kv"}, tmp_path / "s.safetensors")
     with pytest.raises(PolicyError, match="has scales for fp8_e4m3, not for fp8_e5m2_unit"):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from kvcompile.errors import PolicyError
 from kvcompile.kernels.formats import bases, get_format
 from kvcompile.policy.policy import Policy
-from kvcompile.policy.presets import CALIBRATED_PRESETS
+from kvcompile.policy.presets import CALIBRATED_PRESETS, PRESETS, known_names
 from kvcompile.policy.transforms import Transforms
 
 
@@ -35,6 +35,12 @@ def test_every_layer_has_its_own_basis(name, path):
         assert (pair.key.partition("@")[0], pair.value.partition("@")[0]) == (plain.key, plain.value)
         basis = bases.find(get_format(pair.key).basis)
         assert torch.equal(basis.mean, expected[f"model.layers.{i}.self_attn.key.mean"])
+
+
+def test_the_list_of_names_has_the_formats_of_all_presets():
+    names = known_names()
+    assert len(names) == len(set(names))
+    assert {name for pair in (PRESETS | CALIBRATED_PRESETS).values() for name in (pair.key, pair.value)} <= {*names}
 
 
 def test_a_format_takes_the_columns_that_it_stores(path):
