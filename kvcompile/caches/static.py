@@ -168,7 +168,7 @@ def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int) -> Sta
 
     ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
     try:
-        cache = _with_one_dtype(StaticCache(config=config, max_cache_len=max_len), model)
+        cache = _checking_updates(StaticCache(config=config, max_cache_len=max_len), model)
         with _keeping_states(model), fake_errors_unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
             _run_eagerly(model, ids, cache)
         needs_values = False
@@ -176,7 +176,7 @@ def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int) -> Sta
         raise
     except Exception as error:
         try:
-            cache, needs_values = _with_one_dtype(StaticCache(config=config, max_cache_len=1), model), True
+            cache, needs_values = _checking_updates(StaticCache(config=config, max_cache_len=1), model), True
             with _keeping_states(model):
                 _run_eagerly(model, ids, cache)
         except KVCompileError:
@@ -188,27 +188,39 @@ def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int) -> Sta
     return cache
 
 
-def _with_one_dtype(cache: StaticCache, model: nn.Module) -> StaticCache:
-    """``cache``, whose layers raise KVCompileError if their keys and values differ in dtype.
-
-    A static layer has one dtype for both. Operators on tensors without memory do not check this.
-    """
+def _checking_updates(cache: StaticCache, model: nn.Module) -> StaticCache:
+    """``cache``, whose layers raise KVCompileError before a model writes anything to them that they cannot hold."""
     layer: Any
     for layer in cache.layers:
         if isinstance(layer, full_layer_classes()):
-            layer.update = functools.partial(_update_with_one_dtype, layer, type(model).__name__)
+            layer.update = _CheckedUpdate(layer, type(model).__name__)
     return cache
 
 
-def _update_with_one_dtype(
-    layer: Any, model: str, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    if keys.dtype != values.dtype:
-        raise KVCompileError(
-            f"static_cache: {model} computes keys in {keys.dtype} and values in {values.dtype}, and a static layer has "
-            "one dtype for both; call the model outside of torch.autocast, for example after model.to(torch.bfloat16)"
-        )
-    return type(layer).update(layer, keys, values, *args, **kwargs)
+class _CheckedUpdate:
+    """The ``update`` of a static layer while a model runs on one token.
+
+    The layer may have room for this token only. On a GPU a write past its end would end all work of the process. And a
+    static layer has one dtype for keys and values, which operators on tensors without memory do not check.
+    """
+
+    def __init__(self, layer: Any, model: str) -> None:
+        self._layer, self._model, self._num_tokens = layer, model, 0
+
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._num_tokens += keys.shape[2]
+        if self._num_tokens > 1:
+            raise KVCompileError(
+                f"static_cache: {self._model} writes {self._num_tokens} tokens for one token of input, and a static "
+                "cache has room for the tokens of the input; use a dynamic cache"
+            )
+        if keys.dtype != values.dtype:
+            raise KVCompileError(
+                f"static_cache: {self._model} computes keys in {keys.dtype} and values in {values.dtype}, and a static "
+                "layer has one dtype for both; call the model outside of torch.autocast, for example after "
+                "model.to(torch.bfloat16)"
+            )
+        return type(self._layer).update(self._layer, keys, values, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -238,7 +250,7 @@ def _does_not_run(model: nn.Module, error: Exception) -> KVCompileError:
 
 
 def _check_outputs(model: nn.Module, config: Any, max_len: int) -> None:
-    """Compare the logits after a few tokens with a static cache of up to 1024 tokens and with a dynamic cache.
+    """Compare the logits after four tokens with a static cache of up to 1024 tokens and with a dynamic cache.
 
     Raises:
         KVCompileError: they differ, for example because the model attends to all tokens that its cache has room for; or
@@ -251,7 +263,8 @@ def _check_outputs(model: nn.Module, config: Any, max_len: int) -> None:
             f"static_cache: logits of {type(model).__name__} are compared with a static and a dynamic cache, and "
             f"{WHY_NOT_TRAINING} before you make the cache"
         )
-    caches = StaticCache(config=config, max_cache_len=min(max_len, 1024)), DynamicCache(config=config)
+    room = max(min(max_len, 1024), 4)
+    caches = StaticCache(config=config, max_cache_len=room), DynamicCache(config=config)
     try:
         static, dynamic = (_logits(model, cache) for cache in caches)
     except Exception as error:

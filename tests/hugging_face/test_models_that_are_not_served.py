@@ -166,6 +166,40 @@ def test_a_model_without_static_caches_is_named() -> None:
         kvcompile.static_cache(small("deepseek_v4", "eager"), 1, 64, LOSSLESS)
 
 
+class Repeating(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """A Llama that reads each prompt five times, and whose code needs values."""
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        return super().forward(input_ids.repeat(1, 5 if input_ids.min().item() >= 0 else 1), **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "num_written"), [("cpmant", 33), ("a model that needs values", 5)])
+def test_a_model_that_writes_more_tokens_than_it_reads_is_refused_before_it_writes(
+    kind: str, num_written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, a write past the end of the cache would end all work of the process."""
+    model = small("cpmant", "eager") if kind == "cpmant" else Repeating(attention_llama(num_layers=1).config).eval()
+    expected = generated(model) if kind == "cpmant" else None
+    with monkeypatch.context() as during:
+        during.setattr(Tensor, "index_copy_", lambda *args: pytest.fail("it writes"))
+        with pytest.raises(KVCompileError, match=f"writes {num_written} tokens for one token of input, and a static"):
+            kvcompile.static_cache(model, 2, 64, LOSSLESS)
+    if expected is not None:
+        kvcompile.compile(model, policy=LOSSLESS)
+        with collect_reports() as report:
+            assert torch.equal(generated(model), expected)
+        assert "runs without a packed cache: static_cache: CpmAntForCausalLM writes 33 tokens" in report.notes[0]
+
+
+def test_a_model_that_needs_values_gets_a_cache_that_is_shorter_than_the_tokens_of_its_test() -> None:
+    class NeedsValues(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+            return super().forward(input_ids + int(input_ids.min().item() < 0), **kwargs)
+
+    cache = kvcompile.static_cache(NeedsValues(attention_llama(num_layers=1).config).eval(), 1, 2, LOSSLESS)
+    assert cache.layers[0].keys.shape[2] == 2
+
+
 def test_states_outside_of_the_cache_stay_as_they_were() -> None:
     """RecurrentGemma keeps the states of its recurrent layers in attributes of modules."""
     model = small("recurrent_gemma")
