@@ -316,7 +316,7 @@ class Reader:
         fits = bool(sizes) and data.shape[0] >= needed[0] and data.shape[1:] == needed[1:]
         if not fits or (layout.residual is None and start >= BLOCK_TOKENS):
             raise self._contradiction(name, f"{axes} {shape} from token {start} on", f"blocks {list(data.shape)}")
-        reason = layout.unsupported(dtype)
+        reason = layout.unsupported(dtype) or layout.unsupported_on(data.device)
         if reason is not None:
             raise CacheFileError(f"{self._path}: {name}: no cache of {dtype} has the layout {layout.spec}: {reason}")
         cache = PackedTensor.owning(data, CacheMeta(layout, dtype, axes, start, content["growing"] is True), shape)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvcompile.caches.static import attention_modules, check_holds
+from kvcompile.caches.static import attention_modules, why_not_held
 from kvcompile.compat.continuous_batching import allocator_classes, register_pages, size_pages
 from kvcompile.errors import KVCompileError, PolicyError
 from kvcompile.kernels import paged  # noqa: F401 - defines the operator
@@ -68,10 +68,12 @@ def layer_formats(model: nn.Module, policy: Policy) -> LayerFormats:
     pairs = {index: policy.formats_for(modules.get(index, ""), index, count) for index in range(count)}
     if not any(pairs.values()):
         return {}
-    return {index: _layouts(pair or plain, head_dim, dtype, index) for index, pair in pairs.items()}
+    return {index: _layouts(pair or plain, head_dim, dtype, index, whole.device) for index, pair in pairs.items()}
 
 
-def _layouts(pair: FormatPair, head_dim: int, dtype: torch.dtype, layer: int) -> tuple[PackedLayout, PackedLayout]:
+def _layouts(
+    pair: FormatPair, head_dim: int, dtype: torch.dtype, layer: int, device: torch.device
+) -> tuple[PackedLayout, PackedLayout]:
     layouts = pair.layout("key", head_dim, dtype), pair.layout("value", head_dim, dtype)
     for layout in layouts:
         if layout.residual is not None:
@@ -79,7 +81,8 @@ def _layouts(pair: FormatPair, head_dim: int, dtype: torch.dtype, layer: int) ->
                 f"generate_batch: layer {layer}: pages cannot keep tokens in full precision, as {layout.description} "
                 "does; choose a format without residual_length and sink_tokens, such as int4_per_token_head"
             )
-        check_holds(layout, dtype, f"generate_batch: layer {layer}")
+        if (reason := why_not_held(layout, dtype, device)) is not None:
+            raise PolicyError(f"generate_batch: layer {layer}: {reason}")
     return layouts
 
 

@@ -14,6 +14,7 @@ from kvcompile.caches import room
 from kvcompile.caches.blockwise_window import is_blockwise
 from kvcompile.caches.layer import clear
 from kvcompile.caches.static import (
+    Findings,
     attention_modules,
     autocast_dtype,
     full_layer_classes,
@@ -26,7 +27,7 @@ from kvcompile.caches.static import (
 from kvcompile.compat.transformers import prepare_inputs
 from kvcompile.errors import KVCompileError
 from kvcompile.packed.tensor import PACKED_DIM
-from kvcompile.policy.policy import Policy
+from kvcompile.policy.policy import OnUnsupported, Policy
 
 if TYPE_CHECKING:
     from transformers import Cache, StaticCache
@@ -39,16 +40,18 @@ class RequestCaches:
     Requests in several threads have separate caches. Only the cache that was given back last is kept.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, on_unsupported: OnUnsupported) -> None:
         self._model = model
         self._policy = policy
+        self._on_unsupported = on_unsupported
         self._lock = threading.Lock()
         self._kept: StaticCache | None = None
 
     def take(self, batch_size: int, num_tokens: int) -> Any:
         """An empty cache of ``batch_size`` sequences with room for at least ``num_tokens`` tokens each.
 
-        The cache can be cropped, and its beams can be reordered in place.
+        The cache can be cropped, and its beams can be reordered in place. A layer that its format cannot hold is plain,
+        unless ``on_unsupported`` is ``error``. The attribute ``findings`` of the cache names these layers.
 
         Raises:
             PolicyError, KVCompileError: see :func:`kvcompile.static_cache`; or the model does not prepare its inputs
@@ -63,12 +66,15 @@ class RequestCaches:
             for layer in filter(is_blockwise, layers):
                 layer.serve(num_tokens)
             return kept
-        kept = None  # free the old cache before the new cache is allocated
+        kept, findings = None, Findings()  # free the old cache before the new cache is allocated
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
-            cache: Any = packed_cache(self._model, batch_size, num_tokens, self._policy, blockwise=True)
+            cache: Any = packed_cache(
+                self._model, batch_size, num_tokens, self._policy,
+                blockwise=True, on_unsupported=self._on_unsupported, findings=findings,
+            )  # fmt: skip
         _check_preparation(self._model, cache, batch_size)
         cache.__class__ = _request_cache_class()
-        cache.made_for = self._made_for(batch_size, num_tokens)
+        cache.made_for, cache.findings = self._made_for(batch_size, num_tokens), findings
         return cache
 
     def has_packed_layers(self, cache: StaticCache) -> bool:
@@ -76,7 +82,7 @@ class RequestCaches:
         return bool(packed_layers(cache)) or any(map(is_window, self._plain_layers(cache)))
 
     def why_not_packed(self, cache: StaticCache) -> str | None:
-        """Why no layer with keys and values is packed from the start; None if the policy packs no layer."""
+        """Why no layer with keys and values is packed from the start; None if the policy has no format for any."""
         kinds = dict.fromkeys(type(layer).__name__ for layer in self._plain_layers(cache))
         if not kinds:
             return None
@@ -86,13 +92,14 @@ class RequestCaches:
         )
 
     def _plain_layers(self, cache: StaticCache) -> list[Any]:
-        """The layers with keys and values that are not packed, although the policy has a format for them."""
+        """The layers with keys and values that are not packed, although the policy has a format that can hold them."""
         modules = attention_modules(self._model)
         return [
             layer
             for index, layer in enumerate(cache.layers)
             if isinstance(layer, full_layer_classes())
             and not is_packed(layer)
+            and index not in findings_of(cache).left_plain
             and self._policy.formats_for(modules.get(index, ""), index, len(cache.layers)) is not None
         ]
 
@@ -154,12 +161,28 @@ def _error_of_preparation(model: Any, cache: Any, batch_size: int) -> str | None
     return None
 
 
+def findings_of(cache: Any) -> Findings:
+    """What was learned about the model for which a cache of :class:`RequestCaches` was made."""
+    return getattr(cache, "findings", None) or Findings()
+
+
+def why_plain(cache: Any) -> str | None:
+    """Which layers of a cache of :class:`RequestCaches` their formats cannot hold, and why; None if there are none."""
+    layers: dict[str, list[str]] = {}
+    for index, reason in findings_of(cache).left_plain.items():
+        layers.setdefault(reason, []).append(str(index))
+    texts = [
+        f"{'layer' if len(each) == 1 else 'layers'} {', '.join(each)}: {reason}" for reason, each in layers.items()
+    ]
+    return "; ".join(texts) or None
+
+
 def hand_out(cache: Any) -> None:
     """Change a cache of :class:`RequestCaches` to a public class, so that users can save, copy and pass it on."""
     from transformers import StaticCache
 
     cache.__class__ = StaticCache
-    del cache.made_for
+    del cache.made_for, cache.findings
 
 
 def can_crop(cache: Cache) -> bool:

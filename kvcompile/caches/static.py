@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from kvcompile.packed.tensor import PackedTensor
 from kvcompile.parallel.context_parallel import shard_of
 from kvcompile.passes.graph.modules import layer_index
 from kvcompile.passes.site import FormatPair
-from kvcompile.policy.policy import Policy
+from kvcompile.policy.policy import OnUnsupported, Policy
 
 if TYPE_CHECKING:
     from transformers import Cache, StaticCache
@@ -49,6 +50,20 @@ TENSORS: tuple[tuple[str, Role], ...] = (("keys", "key"), ("values", "value"))
 
 MOST_TOKENS = 10**12
 """Sequences or tokens of a cache; PyTorch cannot count the bytes of many more."""
+
+
+@dataclass
+class Findings:
+    """What :func:`packed_cache` learns about a model.
+
+    Attributes:
+        left_plain: maps the index of each layer that its format cannot hold to the reason.
+        states: the attributes of modules that became other tensors while the model ran on one token, such as
+            ``model.layers.0.temporal_block.conv1d_state``. A recurrent model keeps its states there.
+    """
+
+    left_plain: dict[int, str] = field(default_factory=dict)
+    states: list[str] = field(default_factory=list)
 
 
 def static_cache(
@@ -109,6 +124,8 @@ def packed_cache(
     shard: ContextShard | None = None,
     *,
     blockwise: bool = False,
+    on_unsupported: OnUnsupported = "error",
+    findings: Findings | None = None,
 ) -> StaticCache:
     """The cache of :func:`static_cache`, with the same errors.
 
@@ -116,19 +133,37 @@ def packed_cache(
         model, batch_size, max_len, policy: as there.
         shard: this rank's share of the tokens; None if it holds all tokens.
         blockwise: whether windows move by whole blocks (:mod:`kvcompile.caches.blockwise_window`). They are packed too.
+        on_unsupported: whether a layer that its format cannot hold is an error. Otherwise it stays plain.
+        findings: gets what is learned about the model.
     """
     from transformers import StaticCache
 
     config: Any = model.config
-    filled = _filled(model, config, batch_size, max_len)
+    found = Findings() if findings is None else findings
+    filled = _filled(model, config, batch_size, max_len, found)
     cache = StaticCache(config=config, max_cache_len=max_len)
+    if len(filled.layers) != len(cache.layers):
+        raise KVCompileError(
+            f"static_cache: {type(model).__name__} adds layers to its cache while it runs; use a dynamic cache"
+        )
     windows, modules = windows_of(config, cache) if blockwise else {}, attention_modules(model)
     layouts: dict[int, tuple[PackedLayout, ...]] = {}
     layer: Any
     for index, layer in enumerate(filled.layers):
         formats = policy.formats_for(modules.get(index, ""), index, len(filled.layers))
-        if formats is not None and (is_full(cache.layers[index]) or index in windows) and layer.is_initialized:
-            layouts[index] = _layouts(layer, formats, f"static_cache: layer {index}", shard)
+        if formats is None or not isinstance(layer, full_layer_classes()) or not layer.is_initialized:
+            continue
+        packs, pair = is_full(cache.layers[index]) or index in windows, _layouts(layer, formats)
+        if (reason := _why_not_held(layer, pair)) is not None:
+            if packs and on_unsupported == "error":
+                raise PolicyError(
+                    f"static_cache: layer {index}: {reason}; give this layer another format or `dtype: auto`"
+                )
+            found.left_plain[index] = reason
+        elif packs:
+            layouts[index] = pair
+    for index in layouts if shard is not None else ():
+        _check_split(layouts[index], index)
     _make_blockwise(cache, max_len, windows, layouts)
     for index, pair in layouts.items():
         _pack(cache.layers[index], filled.layers[index], pair, shard)
@@ -158,7 +193,7 @@ def _make_blockwise(
         cache.layers[index] = blockwise_window_class()(max_len, window, drops)
 
 
-def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int) -> StaticCache:
+def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int, found: Findings) -> StaticCache:
     """A static cache that the model has filled with one token.
 
     Its tensors have shapes, dtypes and devices, but no memory. A model whose code needs values, such as the routing of
@@ -169,7 +204,7 @@ def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int) -> Sta
     ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
     try:
         cache = _checking_updates(StaticCache(config=config, max_cache_len=max_len), model)
-        with _keeping_states(model), fake_errors_unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
+        with _keeping_states(model, found), fake_errors_unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
             _run_eagerly(model, ids, cache)
         needs_values = False
     except KVCompileError:
@@ -177,7 +212,7 @@ def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int) -> Sta
     except Exception as error:
         try:
             cache, needs_values = _checking_updates(StaticCache(config=config, max_cache_len=1), model), True
-            with _keeping_states(model):
+            with _keeping_states(model, found):
                 _run_eagerly(model, ids, cache)
         except KVCompileError:
             raise
@@ -224,21 +259,26 @@ class _CheckedUpdate:
 
 
 @contextlib.contextmanager
-def _keeping_states(model: nn.Module) -> Iterator[None]:
-    """New tensors in the attributes of modules are replaced by what was there before.
+def _keeping_states(model: nn.Module, found: Findings | None = None) -> Iterator[None]:
+    """New tensors in the attributes of modules are replaced by what was there before, and noted in ``found``.
 
     A recurrent model may keep its states there, outside of its cache.
     """
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    before = [(name, vars(module), dict(vars(module))) for name, module in model.named_modules()]
+    states = []
     try:
         yield
     finally:
-        for attributes, earlier in before:
+        for module, attributes, earlier in before:
             for name in [name for name, value in dict(attributes).items() if isinstance(value, torch.Tensor)]:
+                if name not in earlier or earlier[name] is not attributes[name]:
+                    states.append(f"{module}.{name}".lstrip("."))
                 if name in earlier:
                     attributes[name] = earlier[name]
                 else:
                     del attributes[name]
+        if found is not None:
+            found.states = states
 
 
 def _does_not_run(model: nn.Module, error: Exception) -> KVCompileError:
@@ -361,25 +401,32 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
     return {index: name for name in innermost if (index := layer_index(name)) is not None}
 
 
-def check_holds(layout: PackedLayout, dtype: torch.dtype, place: str) -> None:
-    """Raise PolicyError unless a layout can hold a cache of ``dtype``; ``place`` names the call and the layer."""
-    if (reason := layout.unsupported(dtype)) is not None:
-        raise PolicyError(f"{place}: {layout.format_name} cannot hold its {layout.role}s: {reason}")
+def why_not_held(layout: PackedLayout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a layout cannot hold a cache of ``dtype`` on ``device``; None if it can."""
+    reason = layout.unsupported(dtype) or layout.unsupported_on(device)
+    return None if reason is None else f"{layout.format_name} cannot hold its {layout.role}s: {reason}"
 
 
-def _layouts(filled: Any, formats: FormatPair, place: str, shard: ContextShard | None) -> tuple[PackedLayout, ...]:
-    """The layouts of the keys and values of a layer like ``filled``. ``place`` names the call and the layer."""
-    layouts, dtype = [], filled.keys.dtype
-    for (_, role), plain in zip(TENSORS, _both(filled), strict=True):
-        layout = formats.layout(role, plain.shape[3], dtype)
-        check_holds(layout, dtype, place)
-        if shard is not None and layout.why_not_split is not None:
+def _why_not_held(filled: Any, layouts: tuple[PackedLayout, ...]) -> str | None:
+    """Why the layouts of keys or values cannot hold those of a layer like ``filled``; None if they can."""
+    reasons = (why_not_held(layout, filled.keys.dtype, filled.keys.device) for layout in layouts)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _layouts(filled: Any, formats: FormatPair) -> tuple[PackedLayout, ...]:
+    """The layouts of the keys and values of a layer like ``filled``."""
+    roles_and_caches = zip(TENSORS, _both(filled), strict=True)
+    return tuple(formats.layout(role, plain.shape[3], filled.keys.dtype) for (_, role), plain in roles_and_caches)
+
+
+def _check_split(layouts: tuple[PackedLayout, ...], index: int) -> None:
+    """Raise PolicyError unless ranks can split a layer of these layouts."""
+    for layout in layouts:
+        if layout.why_not_split is not None:
             raise PolicyError(
-                f"{place}: ranks cannot split this cache: {layout.why_not_split}; choose a format that is not "
-                "calibrated, without residual_length and sink_tokens, such as int4_per_token_head"
+                f"static_cache: layer {index}: ranks cannot split this cache: {layout.why_not_split}; choose a format "
+                "that is not calibrated, without residual_length and sink_tokens, such as int4_per_token_head"
             )
-        layouts.append(layout)
-    return tuple(layouts)
 
 
 def _pack(layer: Any, filled: Any, layouts: tuple[PackedLayout, ...], shard: ContextShard | None) -> None:

@@ -191,7 +191,7 @@ def _why_not_packable(plain: Tensor, shape: Sequence[int], layout: PackedLayout,
     has_dims = sizes_by_axis(shape, axes, layout.head_dim) is not None
     if not has_dims or not plain.is_floating_point():
         return f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim}"
-    if (reason := layout.unsupported(plain.dtype)) is not None:
+    if (reason := layout.unsupported(plain.dtype) or layout.unsupported_on(plain.device)) is not None:
         return f"format {layout.spec}: {reason}"
     return None
 

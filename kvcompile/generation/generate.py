@@ -51,6 +51,7 @@ from kvcompile.caches.requests import (
     crop,
     hand_out,
     why_no_crop,
+    why_plain,
 )
 from kvcompile.caches.room import make_room, move_by_blocks
 from kvcompile.caches.static import (
@@ -184,7 +185,7 @@ class Generation:
         self._model = model
         self._outer = outer
         self._cache_argument = cache_argument_of_generate(model)
-        self._caches = RequestCaches(model, backend.options.policy)
+        self._caches = RequestCaches(model, backend.options.policy, backend.options.on_unsupported)
         self._refused: dict[ModelState, str] = {}
         self._options = backend.options
         self._of_thread = threading.local()
@@ -386,16 +387,23 @@ class Generation:
             raise
         except KVCompileError as error:
             return None, str(error)
+        plain = why_plain(cache)
         if not self._caches.has_packed_layers(cache):
-            return None, self._caches.why_not_packed(cache) or _PACKS_NOTHING
+            return None, self._caches.why_not_packed(cache) or plain or _PACKS_NOTHING
+        if plain is not None and self._options.on_unsupported != "ignore":
+            self._note(f"generate() of this {type(self._model).__name__} leaves layers plain: {plain}")
         return cache, None
 
     def _explain(self, request: Request, reason: str) -> None:
         """Say in the report why a request gets no packed cache, and once in a log. A policy may leave caches plain."""
         request.plain_because = reason
         if reason != _PACKS_NOTHING:
-            report.note(self._sentence(reason), logs=reason not in self._explained)
-            self._explained.add(reason)
+            self._note(self._sentence(reason))
+
+    def _note(self, text: str) -> None:
+        """Say something in the reports, and once in a log."""
+        report.note(text, logs=text not in self._explained)
+        self._explained.add(text)
 
     def _sentence(self, reason: str) -> str:
         return f"generate() of this {type(self._model).__name__} runs without a packed cache: {reason}"
