@@ -124,6 +124,10 @@ class ConfiguredBackend:
         """This backend, with ``mode`` if it has no mode yet. Its options override the settings of the mode."""
         return ConfiguredBackend(self._mode or mode, self._given)
 
+    def with_options(self, options: Mapping[str, Any]) -> ConfiguredBackend:
+        """This backend, with ``options`` in place of its own ones of the same names."""
+        return ConfiguredBackend(self._mode, {**self._given, **options})
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ConfiguredBackend) and self.options == other.options
 

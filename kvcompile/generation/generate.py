@@ -49,6 +49,7 @@ from kvcompile.caches.requests import (
     can_forget,
     clear_all,
     crop,
+    findings_of,
     hand_out,
     why_no_crop,
     why_plain,
@@ -76,6 +77,7 @@ from kvcompile.compat.transformers import (
     renamed_cache,
 )
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
+from kvcompile.generation.decode_steps import DecodeSteps
 from kvcompile.generation.generate_batch import drop_kept_manager, packed_manager
 from kvcompile.generation.past import reads_past_again, repeats_the_past
 from kvcompile.report import report
@@ -189,13 +191,11 @@ class Generation:
         self._refused: dict[ModelState, str] = {}
         self._options = backend.options
         self._of_thread = threading.local()
-        self._recording = threading.Lock()
         self._looks = backend.options.policy.key_outliers != "ignore"
         self._is_exact = backend.options.policy.prefill == "exact"
         self._has_served = False
         self._explained: set[str] = set()
-        self._compiled = torch.compile(uncompiled_call(model), backend=backend, **how)
-        self._recorded = torch.compile(uncompiled_call(model), backend=backend.with_mode("reduce-overhead"), **how)
+        self._steps = DecodeSteps(model, backend, **how)
         replaced: dict[str, Any] = {name: _forwarding(name, model) for name in _METHODS}
         replaced |= {COMPILED_CALL: self._call_model, _ATTRIBUTE: self}
         own = {name: vars(model).get(name) for name in replaced}
@@ -304,10 +304,10 @@ class Generation:
                 expect_other_tokens(packed_layers(request.served))
             request.has_compiled_step = True
         if request is not None and request.records and not request.keeps_outputs:
-            records = kwargs["input_ids"].is_cuda and cache_of_call.is_compileable
+            records = cache_of_call.is_compileable
         hint = nullcontext() if request is None else no_launch_hint()
         with _COMPILED_CODE, hint, _counted(cache_of_call, args, kwargs):
-            return (self._recorded if records else self._compiled)(*args, **kwargs)
+            return self._steps(*args, records=records, **kwargs)
 
     # Their implementation
 
@@ -322,13 +322,13 @@ class Generation:
     def _requested(self, request: Request) -> Iterator[Request]:
         """Runs ``request`` in this thread, perhaps nested in another request, and then keeps its cache's memory."""
         outer, self._of_thread.request = self._request, request
-        request.records = self._recording.acquire(blocking=False)
+        request.records = self._steps.begin_recording()
         try:
             yield request
         finally:
             self._of_thread.request = outer
             if request.records:
-                self._recording.release()
+                self._steps.end_recording()
             if request.served is not None:
                 expect_other_tokens(packed_layers(request.served))
                 self._caches.give_back(request.served)
@@ -371,6 +371,8 @@ class Generation:
             cache, reason = self._taken_or_refused(num_sequences, num_tokens)
             if reason is not None:
                 self._refused[state] = reason
+        if cache is not None:
+            self._steps.never_record_states(findings_of(cache).states, state.device)
         if cache is not None and mode == _ASSISTED and not can_crop(cache):
             cache, reason = None, why_no_crop(cache)
         if reason is not None:

@@ -18,7 +18,7 @@ from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.backends import registry
 from torch._functorch import aot_autograd
 from torch._functorch._aot_autograd import autograd_cache
-from torch._inductor import cpu_vec_isa
+from torch._inductor import cpu_vec_isa, cudagraph_trees
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
@@ -29,6 +29,7 @@ from kvcompile.compat import (
     ahead_of_time,
     attention,
     backends,
+    cuda_graphs,
     guards,
     inductor,
     modules,
@@ -357,6 +358,15 @@ def test_a_choice_of_instructions_stays(chosen: dict[str, Any]) -> None:
         before = torch._inductor.config.cpp.vec_isa_ok
         vector_instructions.check_best_instructions_only()
         assert torch._inductor.config.cpp.vec_isa_ok is before
+
+
+def test_errors_of_cuda_graphs_come_from_the_file_with_the_message_that_is_looked_for() -> None:
+    """Reading a tensor that a replay has overwritten raises this message."""
+    source = inspect.getsource(cudagraph_trees)
+    assert inspect.getfile(cudagraph_trees).endswith(f"/{cuda_graphs._TREES}")
+    assert callable(getattr(cudagraph_trees.CUDAGraphTreeManager, cuda_graphs._WITHOUT_RECORDING))
+    assert cuda_graphs._OVERWRITTEN in source
+    assert cuda_graphs._INDUCTOR_ERROR != ()
 
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
