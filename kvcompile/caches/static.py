@@ -146,22 +146,15 @@ def packed_cache(
         raise KVCompileError(
             f"static_cache: {type(model).__name__} adds layers to its cache while it runs; use a dynamic cache"
         )
-    windows, modules = windows_of(config, cache) if blockwise else {}, attention_modules(model)
-    layouts: dict[int, tuple[PackedLayout, ...]] = {}
-    layer: Any
-    for index, layer in enumerate(filled.layers):
-        formats = policy.formats_for(modules.get(index, ""), index, len(filled.layers))
-        if formats is None or not isinstance(layer, full_layer_classes()) or not layer.is_initialized:
-            continue
-        packs, pair = is_full(cache.layers[index]) or index in windows, _layouts(layer, formats)
-        if (reason := _why_not_held(layer, pair)) is not None:
-            if packs and on_unsupported == "error":
-                raise PolicyError(
-                    f"static_cache: layer {index}: {reason}; give this layer another format or `dtype: auto`"
-                )
-            found.left_plain[index] = reason
-        elif packs:
-            layouts[index] = pair
+    windows = windows_of(config, cache) if blockwise else {}
+    packed = {index for index, layer in enumerate(cache.layers) if is_full(layer) or index in windows}
+    layouts = _layouts_by_layer(model, filled, policy, found)
+    if on_unsupported == "error" and (unsupported := packed & found.left_plain.keys()):
+        index = min(unsupported)
+        raise PolicyError(
+            f"static_cache: layer {index}: {found.left_plain[index]}; give this layer another format or `dtype: auto`"
+        )
+    layouts = {index: pair for index, pair in layouts.items() if index in packed}
     for index in layouts if shard is not None else ():
         _check_split(layouts[index], index)
     _make_blockwise(cache, max_len, windows, layouts)
@@ -411,6 +404,24 @@ def _why_not_held(filled: Any, layouts: tuple[PackedLayout, ...]) -> str | None:
     """Why the layouts of keys or values cannot hold those of a layer like ``filled``; None if they can."""
     reasons = (why_not_held(layout, filled.keys.dtype, filled.keys.device) for layout in layouts)
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _layouts_by_layer(
+    model: nn.Module, filled: StaticCache, policy: Policy, found: Findings
+) -> dict[int, tuple[PackedLayout, ...]]:
+    """The layouts of the keys and values of the layers that ``policy`` packs, but for those that it leaves plain."""
+    modules, layouts = attention_modules(model), {}
+    layer: Any
+    for index, layer in enumerate(filled.layers):
+        formats = policy.formats_for(modules.get(index, ""), index, len(filled.layers))
+        if formats is None or not isinstance(layer, full_layer_classes()) or not layer.is_initialized:
+            continue
+        pair = _layouts(layer, formats)
+        if (reason := _why_not_held(layer, pair)) is None:
+            layouts[index] = pair
+        else:
+            found.left_plain[index] = reason
+    return layouts
 
 
 def _layouts(filled: Any, formats: FormatPair) -> tuple[PackedLayout, ...]:
