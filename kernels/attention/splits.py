@@ -10,7 +10,7 @@ from kvcompile.kernels.attention.query import first_columns
 from kvcompile.kernels.attention.softmax_tile import store_log_sum, weighs_scales
 from kvcompile.kernels.lang.planes import channels_of_plane
 from kvcompile.kernels.lang.triton import jit, tl
-from kvcompile.kernels.tiles.packed import has_zeros_of_groups, of_plane
+from kvcompile.kernels.tiles.packed import groups_of_plane, has_zeros_of_groups, in_group
 from kvcompile.kernels.tiles.rotation import unrotate
 from kvcompile.kernels.tiles.visible_range import num_visible_tiles
 
@@ -71,28 +71,29 @@ def store_output(
     channel, exists = channels_of_plane(tl.arange(0, VALUE.padded_width), VALUE)
     in_bounds = in_query[None, :] & exists[:, None]
     out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + channel[:, None]
-    zeros = _total_zeros(zero_sum, VALUE)
     NUM_PLANES: tl.constexpr = VALUE.num_planes
     for plane in tl.static_range(NUM_PLANES):
         acc = first_columns(accs[plane], inverse.shape[0])
         if VALUE.planes_above[plane] is not None:
             acc -= first_columns(accs[VALUE.planes_above[plane]], inverse.shape[0])
-        zero = of_plane(zeros, plane, VALUE) if has_zeros_of_groups(VALUE) else zeros[None, :]
+        zero = _zeros_of_plane(zero_sum, plane, VALUE)
         out = (acc * VALUE.gains[plane] + zero) * inverse[None, :]
         tl.store(out_ptrs + plane * VALUE.width, out, mask=in_bounds)
 
 
 @jit
-def _total_zeros(zero_sum, VALUE: tl.constexpr):
-    """The sums of zero points over all tokens, [rows]: a tuple with one for each group if groups have zero points."""
+def _zeros_of_plane(zero_sum, PLANE: tl.constexpr, VALUE: tl.constexpr):
+    """The sums of zero points for a plane of outputs, [columns, rows] or [1, rows]."""
     if has_zeros_of_groups(VALUE):
-        totals = ()
-        GROUPS: tl.constexpr = VALUE.num_scales
-        for group in tl.static_range(GROUPS):
-            totals = totals + (tl.sum(tl.sum(zero_sum[group], 0), 0),)  # type: ignore[assignment]  # noqa: RUF005
+        column = tl.arange(0, VALUE.padded_width)[:, None]
+        GROUPS: tl.constexpr = groups_of_plane(VALUE, PLANE)
+        zero = tl.sum(tl.sum(zero_sum[GROUPS[0]], 0), 0)[None, :]
+        for i in tl.static_range(1, len(GROUPS)):
+            other = tl.sum(tl.sum(zero_sum[GROUPS[i]], 0), 0)[None, :]
+            zero = tl.where(in_group(column, PLANE, GROUPS[i], VALUE), other, zero)
     else:
-        totals = tl.sum(tl.sum(zero_sum, 0), 0)
-    return totals
+        zero = tl.sum(tl.sum(zero_sum, 0), 0)[None, :]
+    return zero
 
 
 @jit(

@@ -275,7 +275,7 @@ def in_group(column, PLANE: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.const
 
 @jit
 def of_plane(numbers, PLANE: tl.constexpr, OPERAND: tl.constexpr):
-    """The numbers of the groups or planes, a tuple of [tokens] (or [rows]), as a tile that broadcasts to a plane."""
+    """The numbers of the groups or planes of vectors, a tuple of [tokens], as a tile that broadcasts to a plane."""
     GROUPS: tl.constexpr = groups_of_plane(OPERAND, PLANE)
     column = tl.arange(0, OPERAND.padded_width)
     column = column[:, None] if OPERAND.column_major else column[None, :]
