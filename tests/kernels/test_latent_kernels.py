@@ -285,7 +285,9 @@ def test_a_residual_is_refused(device):
 RESIDUALS = ["int4_unrotated" + BOTH, "turboquant_2.5bit" + BOTH]
 
 
-@pytest.mark.parametrize(("spec", "prefill_rows"), in_turn([*BY_TOKEN, *RESIDUALS], [1, 10**9]))
+@pytest.mark.parametrize(
+    ("spec", "prefill_rows"), [*in_turn([*BY_TOKEN, *RESIDUALS], [1, 10**9]), ("int4_per_group_32", 10**9)]
+)
 def test_one_tensor_serves_as_keys_and_values_in_every_format(spec, prefill_rows, device, monkeypatch):
     monkeypatch.setattr(launch_prefill, "PREFILL_ROWS", prefill_rows)
     case = Case(device, spec, num_heads=6, head_dim=64, kv_len=150, scale=0.2)
