@@ -227,9 +227,19 @@ def same_sizes(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
 
 
 def replace_views_by_reshapes(gm: GraphModule) -> None:
-    """Replace views by reshapes, which copy where strides allow no view, so that a graph runs without Inductor."""
+    """Replace views by reshapes, which copy where strides allow no view, so that a graph runs without Inductor.
+
+    Strides may differ from those that were traced. A reshape to the same shape was traced as ``as_strided`` with the
+    strides of its input: it goes.
+    """
     for module in gm.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
                 node.target = aten.reshape.default
+            for node in module.graph.find_nodes(op="call_function", target=aten.as_strided.default):
+                x, *given = node.args
+                assert isinstance(x, Node)
+                if given == [list(x.meta["val"].shape), list(x.meta["val"].stride())]:
+                    node.replace_all_uses_with(x)
+                    module.graph.erase_node(node)
             module.recompile()
