@@ -60,13 +60,14 @@ class MultiQuery(nn.Module):
 
     def __init__(self, batch: int, prompt: Attend, token: Attend) -> None:
         super().__init__()
-        self.attend = (prompt, token)
+        self.attend_prompt, self.attend_token = prompt, token
         self.register_buffer("keys", torch.zeros(batch, S, D))
         self.register_buffer("values", torch.zeros(batch, S, D))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         self.keys.index_copy_(1, pos, k), self.values.index_copy_(1, pos, v)
-        return self.attend[q.shape[1] == 1](q, self.keys, self.values, torch.arange(S) <= pos[:, None])
+        attend = self.attend_token if q.shape[1] == 1 else self.attend_prompt
+        return attend(q, self.keys, self.values, torch.arange(S) <= pos[:, None])
 
 
 def new_tokens(batch: int, n: int) -> list[Tensor]:
