@@ -35,7 +35,7 @@ class Tested:
 
 TESTED = (
     Tested("2.11.0", "3.6.0", "3.12", "CPU, H100, H200", "whole suite, GPU tests", "2026-11-29"),
-    Tested("2.13.0", "3.7.1", "3.11", "CPU", "whole suite", "2026-11-29"),
+    Tested("2.13.0", "3.7.1", "3.11", "CPU", "whole suite", "2026-12-01"),
     Tested("2.14.1", "3.8.0", "3.11", "CPU", "whole suite", "2026-11-29"),
     Tested("2.14.1", "3.8.0", "3.13", "CPU", "sample", "2026-11-28"),
     Tested("2.15.0", "3.9.0", "3.11", "CPU", "whole suite", "2026-11-28"),
