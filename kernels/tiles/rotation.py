@@ -42,7 +42,7 @@ def hadamard_rows(row, column, HEAD_DIM: tl.constexpr):
     """A part of the matrix of :func:`hadamard` without its norm, float32 [rows, columns]: 1 and -1, or 0 in padding.
 
     Args:
-        row, column: int32 [rows] and [columns], the channels.
+        row, column: int32 [rows] and [columns], the channels, below 256: runs of a larger block have at most 64.
     """
     row, row_block = row[:, None], _rotation_block(row, HEAD_DIM)[:, None]
     column, column_block = column[None, :], _rotation_block(column, HEAD_DIM)[None, :]

@@ -78,8 +78,7 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
         detail = f"the policy gives it two formats, {formats.key} and {formats.value}"
         raise Refusal(Reason.shared_key_value, detail=detail)
     layout = formats.layout(cache.role, cache.head_dim, cache.dtype)
-    device = cache.root.meta["val"].device
-    unsupported = layout.unsupported(cache.dtype) or layout.unsupported_on(device)
+    unsupported = layout.unsupported(cache.dtype)
     if unsupported is not None:
         raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=unsupported)
     return layout
