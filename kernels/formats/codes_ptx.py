@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvcompile.kernels.formats.lookup_ptx import function_of, nibbles_of
+from kvcompile.kernels.formats.lookup_ptx import function_of, in_all_bytes, nibbles_of
 
 
 def halves_of_codes(bits: int, pieces: tuple[int, ...], *, nested: bool = False) -> tuple[str, tuple[float, ...]]:
@@ -64,7 +64,14 @@ def _fields(plane: int, begin: int, end: int) -> list[str]:
     return [f"and.b32 ${2 * plane}, low, {mask};", f"and.b32 ${2 * plane + 1}, high, {mask};"]
 
 
-def integers_of_nibbles() -> str:
-    """PTX that makes int8 codes, a register for each of two planes, from a register of four bytes."""
-    mask = "0x0f0f0f0f"
-    return function_of([f"and.b32 $0, $2, {mask};", "shr.b32 high, $2, 4;", f"and.b32 $1, high, {mask};"], {})
+def integers_of_codes(bits: int) -> str:
+    """PTX that makes int8 codes, a register for each plane, from a register of four bytes. Codes have 2 or 4 bits."""
+    num_planes = 8 // bits
+    lines = []
+    for plane in range(num_planes):
+        register = f"${num_planes}"
+        if plane > 0:
+            lines.append(f"shr.b32 high, {register}, {bits * plane};")
+            register = "high"
+        lines.append(f"and.b32 ${plane}, {register}, {in_all_bytes(2**bits - 1)};")
+    return function_of(lines, {})

@@ -30,7 +30,7 @@ from torch import Tensor
 from kvcompile.kernels.formats.base import Format, Granularity, computed_once, divided
 from kvcompile.kernels.formats.bit_planes import PACKINGS
 from kvcompile.kernels.formats.codec import Codec
-from kvcompile.kernels.formats.codes_ptx import halves_of_codes, integers_of_nibbles, planes_above
+from kvcompile.kernels.formats.codes_ptx import halves_of_codes, integers_of_codes, planes_above
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
 from kvcompile.kernels.lang.rounding import quotient, round_to_byte
 from kvcompile.kernels.lang.triton import jit, tl
@@ -72,7 +72,7 @@ class AsymmetricInt(Format):
         tiles = self.packing.pieces_of_tiles
         unpack_ptx, (gains, *_) = zip(*(halves_of_codes(bits, pieces) for pieces in tiles), strict=True)
         nested_ptx = tuple(halves_of_codes(bits, pieces, nested=True)[0] for pieces in tiles)
-        integers_ptx = (integers_of_nibbles(),) if bits == 4 else None
+        integers_ptx = None if bits == 3 else (integers_of_codes(bits),)
         self.codec = Codec(
             _encode, _levels, {0: unpack_ptx}, gains, nested_ptx, planes_above(bits), integers_ptx, constants=constants
         )

@@ -99,7 +99,9 @@ def test_only_values_of_integer_codes_with_a_scale_per_token_are_nested(name, ro
     assert set(for_decode(packed_operand(name, role, 128, True, 9)).planes_above) == {None}  # products in float32
 
 
-@pytest.mark.parametrize("name", ["turboquant_4bit", "turboquant_3bit", "turboquant_2bit", "int4_per_token_head"])
+@pytest.mark.parametrize(
+    "name", ["turboquant_4bit", "turboquant_3bit", "turboquant_2bit", "int4_per_token_head", "int2_per_token_head"]
+)
 def test_codes_become_integers_at_an_offset_from_the_levels_of_the_specification(name):
     fmt = get_format(name)
     planes, ways = packed_codes(fmt)
