@@ -103,6 +103,7 @@ OTHERS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_packed_caches_are_compiled_for(other: str) -> None:
     for_plain, held = torch.compile(step, backend=kvcompile.kvquant(policy=INT8)), OTHERS[other]()

@@ -24,6 +24,7 @@ FORMATS = ["int4", "turboquant_3bit_r128"]
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_full_layer", [False, True])
 @pytest.mark.parametrize("policy", FORMATS)
 def test_tokens_of_a_window_are_quantized_once_however_often_they_move(policy: str, has_full_layer: bool) -> None:
@@ -97,6 +98,7 @@ def test_every_holder_of_a_window_has_the_plain_one_and_attributes_are_kept() ->
     assert set(keys.__dict__) < own
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_full_layer", [False, True])
 @pytest.mark.parametrize("policy", ["int4_per_token_head", "int8_per_token_head"])
 def test_a_format_per_token_stays_packed(policy: str, has_full_layer: bool) -> None:
@@ -116,6 +118,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("has_full_layer", [False, True])
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_cache_whose_bytes_are_in_use_stays_packed(holder: str, has_full_layer: bool) -> None:

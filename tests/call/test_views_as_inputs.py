@@ -58,6 +58,7 @@ def packed(plain: Tensor, role: str) -> PackedTensor:
     return PackedTensor.from_dense(plain, PackedLayout(FORMAT, role, HEAD_DIM))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())

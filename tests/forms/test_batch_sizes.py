@@ -37,6 +37,7 @@ def heads_and_sequences_in_one_dimension(
     return F.scaled_dot_product_attention(q.flatten(0, 1), keys, values, mask).view(q.shape)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("step", "dynamic"),
     [

@@ -128,6 +128,7 @@ def run_beside_eager(fn: Step, step: Step, kv: Tensor, lengths: tuple[int, ...])
     return kv
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
 def test_every_form_equals_eager_code_in_a_lossless_format(fn: Step) -> None:
     """A second step gets packed ranges, which take another graph. The next test has a second step of other forms."""

@@ -189,6 +189,7 @@ UNPROVEN = [
 IDS = [*(compute.__name__ for compute in COMPUTED), *(step.__name__ for step in [*STATIC][len(COMPUTED) :])]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("step", "is_lossless"),
     [

@@ -69,6 +69,7 @@ def rotated_twice(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor,
     return out, torch.cat([keys, rotated(k, pos)], 2), torch.cat([values, v], 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("step", [grown_twice, rotated_twice])
 def test_a_cache_that_grows_twice_alike_equals_the_packed_cache_of_eager_code_over_70_steps(

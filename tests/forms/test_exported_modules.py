@@ -131,6 +131,7 @@ KINDS = [WithBuffers, Assigned, WithArguments, Growing]
 CASES = [(kind, name) for kind in KINDS for name in MODULES if kind is WithBuffers or name == "decomposed"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec")
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=lambda case: case if isinstance(case, str) else case.__name__)
 def test_an_exported_module_is_packed_as_the_original(kind: type[Layer], name: str) -> None:

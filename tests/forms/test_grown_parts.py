@@ -103,6 +103,7 @@ def check_steps(step: Any, run: Any, caches: list[Tensor], lengths: tuple[int, .
             torch.testing.assert_close(cache.clone() * 1, other, rtol=0, atol=0)
 
 
+@pytest.mark.sampled(2)
 @node_by_node
 @pytest.mark.parametrize("dynamic", [False, None], ids=["static", "dynamic"])
 @pytest.mark.parametrize(("step", "shape"), PARTS.values(), ids=PARTS.keys())

@@ -51,6 +51,7 @@ def step_with(read: Read) -> Callable[..., Tensor]:
     return step
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("read", [joined_before_the_write, joined_after_the_write, joined_in_another_order])
 @pytest.mark.parametrize("dynamic", [False, None])
 def test_joined_tokens_are_read_from_the_packed_cache(read: Read, dynamic: bool | None) -> None:

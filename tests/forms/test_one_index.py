@@ -73,6 +73,7 @@ def check(write: Write, shape: tuple[int, int]) -> None:
         check_step(compiled, step, new, packed, plain, pos)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ONE_SEQUENCE)
 def test_writes_to_the_only_sequence_are_packed(form: str) -> None:
     check(ONE_SEQUENCE[form], (1, H))
@@ -83,6 +84,7 @@ def test_writes_to_the_only_head_are_packed(form: str) -> None:
     check(ONE_HEAD[form], (2, 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", EACH_SEQUENCE)
 def test_writes_to_one_sequence_after_the_other_are_packed(form: str) -> None:
     write = EACH_SEQUENCE[form]

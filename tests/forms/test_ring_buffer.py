@@ -46,6 +46,7 @@ def visible(position: int, q_len: int) -> Tensor:
     return (held <= query) & (held > query - SLOTS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("write", "axes", "policy"),
     [

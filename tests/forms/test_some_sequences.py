@@ -278,6 +278,7 @@ STACKED: dict[Stacked, tuple[int, ...]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(("step", "shape"), STACKED.items(), ids=lambda given: getattr(given, "__name__", ""))

@@ -63,6 +63,7 @@ MERGED: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mask_shape", [(3, S), (1, 3, S), (12, 3, S)])
 @pytest.mark.parametrize("form", MERGED)
 def test_sdpa_of_three_dimensions_reads_heads_and_sequences(form: str, mask_shape: tuple[int, ...]) -> None:

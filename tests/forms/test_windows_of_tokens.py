@@ -91,6 +91,7 @@ def caches(tokens: int = MAX_LEN) -> list[Tensor]:
     return [torch.randn(BATCH, NUM_KV_HEADS, tokens, HEAD_DIM) for _ in range(2)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
 def test_neighbouring_tokens_of_a_cache_of_fixed_size_are_read(read: Read) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:

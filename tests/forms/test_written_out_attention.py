@@ -79,6 +79,7 @@ def on_packed_caches(form: Form, given: list[Any], **options: Any) -> tuple[Any,
     return out, form(given[0], kc.dequantize(), vc.dequantize(), given[6])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("name", DISTINCT)
 def test_a_form_equals_itself_on_the_dequantized_caches(name: str) -> None:
@@ -149,6 +150,7 @@ ROWS_WITHOUT_A_VISIBLE_KEY = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("form", ROWS_WITHOUT_A_VISIBLE_KEY, ids=lambda form: form.__name__)
 def test_rows_without_a_visible_key_keep_their_meaning(form: Form) -> None:

@@ -245,6 +245,7 @@ def results(form: Form, on_unsupported: str) -> tuple[Tensor, Tensor, Tensor]:
     return out, expected, caches[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", WITH_ZEROS, ids=lambda form: form.__name__)
 def test_a_row_without_a_visible_key_is_zero(form: Form) -> None:
     out, expected, cache = results(form, "error")
@@ -260,6 +261,7 @@ def test_a_factor_keeps_the_nan_of_a_row_without_a_visible_key() -> None:
     assert out[:, :, 1].isnan().all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", REFUSED, ids=lambda form: form.__name__)
 def test_zeros_elsewhere_are_refused(form: Form) -> None:
     out, expected, cache = results(form, "ignore")

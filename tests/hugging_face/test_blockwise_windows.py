@@ -66,6 +66,7 @@ def values_of(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, PackedTensor) else x
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_prepared", [False, True], ids=["eager", "prepared"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 130])
@@ -150,6 +151,7 @@ def test_a_copy_of_a_window_goes_on_alone(copied: Any) -> None:
 # Requests
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("policy", "room"), [(LOSSLESS, 128), (EXACT_TOKENS, 192)], ids=["packed", "exact tokens"])
 @pytest.mark.parametrize("make", [windowed, all_windowed])
 def test_one_graph_decodes_before_and_after_the_window_moves(make: Any, policy: Any, room: int) -> None:
@@ -205,6 +207,7 @@ def test_a_cache_that_is_kept_from_a_long_request_serves_assisted_decoding_of_a_
     assert report.notes == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [windowed, all_windowed])
 @pytest.mark.parametrize("room", [1, 12])
 def test_an_empty_cache_that_is_shorter_than_the_window_grows(make: Any, room: int) -> None:
@@ -225,6 +228,7 @@ def test_beams_and_samples_have_windows_that_move(arguments: dict[str, Any]) -> 
 # Caches that callers see
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [windowed, all_windowed])
 @pytest.mark.parametrize("own", ["none", "StaticCache", "static_cache"])
 def test_a_conversation_goes_on_when_its_window_has_moved(make: Any, own: str) -> None:

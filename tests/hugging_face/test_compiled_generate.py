@@ -166,6 +166,7 @@ def test_attentions_that_the_implementation_does_not_give_leave_the_cache_packed
     assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "arguments"),
     in_turn(FORMATS, [{}, {"num_beams": 3}, {"do_sample": True}]),
@@ -397,6 +398,7 @@ def reordered(cache: Any) -> None:
     cache.reorder_cache(torch.tensor([1, 0]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "sequences"), [(repeated, [0, 0, 0, 1, 1, 1]), (selected, [1]), (reordered, [1, 0])]
 )
@@ -630,6 +632,7 @@ def test_copies_generate_as_their_class_does(made: list[Any]) -> None:
     assert len(made) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_can_be_compiled_too(copied: Callable[[Any], Any]) -> None:
     model = compiled_llama()

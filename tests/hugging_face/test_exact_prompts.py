@@ -125,6 +125,7 @@ def test_a_model_that_gives_its_mask_the_length_of_the_cache_keeps_it() -> None:
     assert torch.equal(model.generate(**arguments), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("length", [1, 16, 17])
 def test_layers_announce_their_own_masks_after_the_first_prompt(length: int) -> None:

@@ -80,6 +80,7 @@ def raised_in_the_file_of_cuda_graphs(function: str) -> Exception:
     return caught.value
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("node_by_node")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_model_with_states_in_its_modules_is_never_recorded(mode: str | None, cuda_graphs: list[bool]) -> None:

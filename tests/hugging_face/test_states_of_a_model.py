@@ -105,6 +105,7 @@ def test_logits_with_dropout_are_not_compared() -> None:
         kvcompile.static_cache(model, 1, 64, LOSSLESS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model_type", ["falcon_h1", "lfm2_moe", "mistral"])
 def test_what_a_request_makes_in_inference_mode_is_not_used_outside_of_it(model_type: str) -> None:
     """States and windows are allocated by the first prompt."""
@@ -165,6 +166,7 @@ def test_a_request_without_compiled_steps_reads_packed_windows() -> None:
 # Layers that hold states beside keys and values
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["falcon_h1", "zamba2"])
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_layers_with_states_beside_keys_and_values_are_packed(model_type: str, arguments: dict[str, Any]) -> None:
@@ -179,6 +181,7 @@ def test_layers_with_states_beside_keys_and_values_are_packed(model_type: str, a
     assert report.notes == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model_type", ["falcon_h1", "zamba2", "lfm2_moe"])
 def test_states_get_a_padded_prompt_beside_packed_keys(model_type: str) -> None:
     """Their mask has two dimensions, and the mask of the attention has the size of the prompt."""

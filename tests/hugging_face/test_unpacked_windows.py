@@ -19,6 +19,7 @@ from windowed_models import all_windowed, windowed  # noqa: E402
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "compiler"), [(all_windowed, "no_kernels_of_inductor"), (windowed, "without_code_generation")]
 )

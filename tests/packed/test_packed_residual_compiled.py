@@ -129,6 +129,7 @@ def test_a_cache_that_eager_code_filled_is_adopted_with_exact_recent_tokens(
     assert torch.equal(cache.layers[0].keys[:, :, 64:100].clone().dequantize(), filled)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("write", "policy", "chunks"), [(slice_assignment, "int4", CHUNKS), (masked_update, SINKS, TWO_LENGTHS)]
 )
@@ -161,6 +162,7 @@ def test_the_report_names_the_tokens_in_full_precision_and_their_bytes() -> None
     assert value.residual_bytes == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["a slice", "a masked update", "cat of a crop", "a crop as input"])
 def test_code_on_packed_caches_gives_the_same_results_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PackedLayout("float32", "key", 16, Residual(1, 1, torch.float32))

@@ -135,6 +135,7 @@ def count(graph: Graph, *names: str) -> int:
     return sum(operation_name(node) in names for node in graph.nodes if node.op == "call_function")
 
 
+@pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.usefixtures("operators_traced")
 @pytest.mark.parametrize(("expand", "token_axis"), [(copied_into_new_keys, 2), (concatenated, 1), (by_einsum, 2)])

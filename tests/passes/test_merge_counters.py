@@ -180,6 +180,7 @@ class TestStepsOfAModel:
         assert lengths == [int(layer.cumulative_length) for layer in expected.layers]
         return lengths
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("num_tokens", [1, 3])
     @pytest.mark.parametrize("on_cuda", [True, False], ids=["as on a GPU", "on a CPU"])
     @pytest.mark.usefixtures("fresh_compiler")

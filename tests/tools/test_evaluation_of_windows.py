@@ -33,6 +33,7 @@ def evaluated(model: Any, *policies: Any, **options: Any) -> Any:
     return evaluate(model, text, policies, **options).results
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("make", [windowed, all_windowed])
 @pytest.mark.parametrize("exact_prompt", [False, True])
 def test_windows_that_move_are_packed_in_every_format(make: Any, exact_prompt: bool) -> None:
