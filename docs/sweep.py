@@ -4,6 +4,7 @@
     python docs/sweep.py --architectures llama,t5 # only these; coverage.json keeps its results for the others
     python docs/sweep.py --missing                # cases that coverage.json lacks
     python docs/sweep.py --generate               # only prints whether generate() keeps its tokens: 20 minutes
+    python docs/sweep.py --generate --device cuda --jobs 15   # the same on a GPU: some minutes on 16 cores
 
 The installed Transformers gives the list of model types (``docs/sweep_library.py``). Every type runs in its own
 process, with static and dynamic caches (``docs/sweep_case.py``). The types of ``docs/sweep_models.py`` run with every
@@ -199,7 +200,8 @@ python docs/sweep.py
 
 `python docs/sweep.py --generate` compares tokens instead: those of `generate()` with and without kvcompile, under the
 lossless policy `float32`. If tokens differ, it also tries a static cache without kvcompile, because some models of
-Transformers compute other logits with it. If nothing is packed, it prints the reason."""
+Transformers compute other logits with it. If nothing is packed, it prints the reason. On a CPU graphs run node by node.
+With `--device cuda` they are compiled, and steps are recorded as CUDA graphs."""
 
 
 def _releases(results: Results) -> list[str]:
@@ -256,6 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--architectures", help="names, separated by commas; default: all")
     parser.add_argument("--missing", action="store_true", help="only cases that coverage.json does not have yet")
     parser.add_argument("--generate", action="store_true", help="only print which tokens of generate() differ")
+    parser.add_argument("--device", default="cpu", help="with --generate, where the models run, such as cuda")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where coverage.json and coverage.md are")
     options = parser.parse_args(arguments)
@@ -264,7 +267,9 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"unknown architectures: {', '.join(unknown)}; known: {', '.join(model_types())}")
     if options.generate:
-        sys.exit(sweep_generate.print_all(names, options.jobs))
+        sys.exit(sweep_generate.print_all(names, options.jobs, options.device))
+    if options.device != "cpu":
+        parser.error("--device needs --generate: coverage.json has results of a CPU")
     store = options.folder / "coverage.json"
     results = load(store)
     wanted = {name: cases_of(name, results.get(name, []) if options.missing else ()) for name in names}

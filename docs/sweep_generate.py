@@ -1,8 +1,8 @@
 """Compare the tokens of ``generate()`` with and without kvcompile, for the model types of the sweep.
 
 Every type gets the same request twice: two prompts, one of them with padding. The second request reuses the packed
-cache of the first. The policy is lossless, so each token must equal the token of plain ``generate()``. Graphs run node
-by node.
+cache of the first. The policy is lossless, so each token must equal the token of plain ``generate()``. On a CPU graphs
+run node by node. On a GPU they are compiled, and steps are recorded as CUDA graphs, as for users.
 
 Some models of Transformers compute other logits with a static cache than with the default cache, which grows. A few
 also read the room of a static cache that no token has taken yet. A type whose tokens differ therefore runs once more
@@ -11,7 +11,9 @@ without kvcompile, with a static cache of the same room. If it gives the tokens 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,17 +82,18 @@ class TokenResult:
         return f"{self.model_type}: {tokens}{static}; {packed}{reasons}"
 
 
-def compare(model_type: str) -> TokenResult:
+def compare(model_type: str, device: str = "cpu") -> TokenResult:
     """Compare the tokens of one type. The result records errors."""
     result = TokenResult(model_type)
     try:
-        model = _model(model_type)
+        model = _model(model_type).to(device)
         expected = _tokens(model)
     except Exception as error:
         result.skipped = _text(error)
         return result
     try:
-        with without_code_generation(), kvcompile.collect_reports() as report:
+        running = without_code_generation() if device == "cpu" else contextlib.nullcontext()
+        with running, kvcompile.collect_reports() as report:
             kvcompile.compile(model, policy=LOSSLESS)
             requests = [_tokens(model) for _ in range(2)]
     except Exception as error:
@@ -117,6 +120,7 @@ def _model(model_type: str) -> Any:
 @torch.no_grad()
 def _tokens(model: Any, **options: Any) -> Tensor:
     ids = torch.randint(3, VOCAB_SIZE, (2, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(model.device)
     mask = torch.ones_like(ids)
     mask[0, :PADDING] = 0
     options |= {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -151,12 +155,9 @@ def _text(error: Exception) -> str:
 class Comparison(Process):
     """The comparison of one type in its own process."""
 
-    def __init__(self, model_type: str, folder: Path) -> None:
+    def __init__(self, model_type: str, folder: Path, device: str = "cpu") -> None:
         self.model_type = model_type
-        super().__init__(folder / f"{model_type}.jsonl", self._compare)
-
-    def _compare(self, record: Record) -> None:
-        record(dataclasses.asdict(compare(self.model_type)))
+        super().__init__(folder / f"{model_type}.jsonl", partial(_record_comparison, model_type, device), device)
 
     def result(self) -> TokenResult:
         for finished in self.finished():
@@ -164,19 +165,26 @@ class Comparison(Process):
         return TokenResult(self.model_type, failure=self.ending)
 
 
-def compare_all(model_types: Sequence[str], jobs: int) -> Iterator[TokenResult]:
+def _record_comparison(model_type: str, device: str, record: Record) -> None:
+    record(dataclasses.asdict(compare(model_type, device)))
+
+
+def compare_all(model_types: Sequence[str], jobs: int, device: str = "cpu") -> Iterator[TokenResult]:
     """Compare the tokens of each type, ``jobs`` processes at a time; yields results as they finish."""
-    torch.set_num_threads(1)  # only a process without threads can be forked
-    compare("gpt2")  # do one-time initialisation before the first fork
+    if device == "cpu":
+        torch.set_num_threads(1)  # only a process without threads can be forked
+        compare("gpt2")  # do one-time initialisation before the first fork
+    else:
+        multiprocessing.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder:
-        starts = [partial(Comparison, model_type, Path(folder)) for model_type in model_types]
+        starts = [partial(Comparison, model_type, Path(folder), device) for model_type in model_types]
         yield from (process.result() for process in finished_processes(starts, jobs))
 
 
-def print_all(model_types: Sequence[str], jobs: int) -> bool:
+def print_all(model_types: Sequence[str], jobs: int, device: str = "cpu") -> bool:
     """Print a line for each type, and a summary. The result is whether kvcompile changes tokens or raises errors."""
     results = []
-    for result in compare_all(model_types, jobs):
+    for result in compare_all(model_types, jobs, device):
         results.append(result)
         print(result, flush=True)
     print(summary(results))

@@ -19,20 +19,19 @@ Record = Callable[[dict[str, Any]], None]
 class Process:
     """A function that runs in its own process, which writes a line of JSON for each result."""
 
-    def __init__(self, file: Path, work: Callable[[Record], None]) -> None:
+    def __init__(self, file: Path, work: Callable[[Record], None], device: str = "cpu") -> None:
         """
         Args:
             file: where the results go.
-            work: calls its argument with each result.
+            work: calls its argument with each result. If ``device`` is a GPU, it must be possible to pickle it.
+            device: the device that the function uses. CUDA fails in a fork of a process that has used CUDA. Processes
+                for a GPU are therefore forks of a server, which imports modules and does nothing else.
         """
         self._file, self._work = file, work
         self._end = time.monotonic() + TIMEOUT
-        self._process = multiprocessing.get_context("fork").Process(target=self._write)
+        method = "fork" if device == "cpu" else "forkserver"
+        self._process = multiprocessing.get_context(method).Process(target=_write, args=(file, work))
         self._process.start()
-
-    def _write(self) -> None:
-        with self._file.open("w", encoding="utf-8", buffering=1) as file:
-            self._work(lambda result: _write_line(file, result))
 
     def is_over(self) -> bool:
         if self._process.is_alive() and time.monotonic() > self._end:
@@ -48,6 +47,11 @@ class Process:
     @property
     def ending(self) -> str:
         return f"its process ended with {self._process.exitcode}"
+
+
+def _write(path: Path, work: Callable[[Record], None]) -> None:
+    with path.open("w", encoding="utf-8", buffering=1) as file:
+        work(lambda result: _write_line(file, result))
 
 
 def _write_line(file: TextIO, result: dict[str, Any]) -> None:

@@ -23,6 +23,11 @@ def test_packed_layers_leave_all_tokens_as_they_are(model_type: str) -> None:
     assert not result.is_problem
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_compiled_and_recorded_steps_leave_all_tokens_as_they_are() -> None:
+    assert str(compare("llama", "cuda")) == "llama: same tokens; 2 of 2 layers packed"
+
+
 def test_tokens_that_a_static_cache_of_transformers_changes_too_are_no_problem() -> None:
     result = compare("moshi")  # its static cache changes what follows a prompt longer than its window
     assert result.different > 0
@@ -64,7 +69,7 @@ def test_a_type_that_does_not_generate_without_kvcompile_is_not_compared() -> No
 
 
 def test_a_process_that_dies_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_generate, "compare", lambda model_type: os._exit(7))
+    monkeypatch.setattr(sweep_generate, "compare", lambda *arguments: os._exit(7))
     process = Comparison("llama", tmp_path)
     while not process.is_over():
         pass
@@ -76,7 +81,7 @@ def test_a_process_that_dies_is_a_problem(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_command_prints_every_type_and_fails_if_there_is_a_problem(
     failure: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def results(names: list[str], jobs: int) -> Iterator[TokenResult]:
+    def results(names: list[str], jobs: int, device: str) -> Iterator[TokenResult]:
         yield from (TokenResult(name, failure=failure, layers=2, packed=2) for name in names)
 
     monkeypatch.setattr(sweep_generate, "compare_all", results)
