@@ -24,6 +24,11 @@ ELSEWHERE = {
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/results/README.md": "results.md",
+    **{
+        f"benchmarks/results/{path.name}": f"results_{path.stem}.md"
+        for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+        if path.name != "README.md"
+    },
     "kernels/README.md": "kernels.md",
 }
 """Maps pages outside docs/ to their names in the site."""

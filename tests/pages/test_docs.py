@@ -35,7 +35,14 @@ SLOW = {"tuning.md"}
 """Pages with slow Python, whose functions other tests run too; they run only in ``pytest -m slow``."""
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+
+LINKED_PAGES = [*PAGES, *sorted(ROOT.glob("benchmarks/**/*.md")), *sorted(ROOT.glob("kernels/**/*.md"))]
+"""All pages whose links this file follows: also pages of benchmarks and kernels, whose commands it does not run."""
+
+
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+by_linked_page = pytest.mark.parametrize("page", LINKED_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @pytest.mark.parametrize("page", make_pages.pages(), ids=lambda page: page.name)
@@ -66,7 +73,7 @@ def test_every_refusal_is_on_its_page() -> None:
     assert re.findall(r"^### `(\w+)`$", text, re.MULTILINE) == [reason.name for reason in Reason]
 
 
-@by_page
+@by_linked_page
 def test_links_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", prose):
@@ -78,7 +85,17 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_page_of_main_figures_links_every_page_of_results() -> None:
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (RESULTS / "README.md").read_text(encoding="utf-8")))
+    assert linked == {path.name for path in RESULTS.glob("*.md")} - {"README.md"}
+
+
+def test_every_file_of_results_is_on_a_page() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md"))
+    assert [path.name for path in RESULTS.glob("*.json") if f"`{path.name}`" not in text] == []
+
+
+@by_linked_page
 def test_the_page_has_no_merge_conflicts(page: Path) -> None:
     assert not re.findall(r"^(?:<{7}|>{7}) .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
 
