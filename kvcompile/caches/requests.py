@@ -18,6 +18,7 @@ from kvcompile.caches.static import (
     attention_modules,
     autocast_dtype,
     full_layer_classes,
+    growing_layer_class,
     is_full,
     is_packed,
     is_window,
@@ -241,13 +242,15 @@ def _can_change(cache: StaticCache) -> bool:
 def clear_all(cache: StaticCache) -> None:
     """Reset a cache to its initial state, in place."""
     layer: Any
-    for layer in cache.layers:
-        if not is_packed(layer) or is_blockwise(layer):
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is growing_layer_class():
+            cache.layers[index] = growing_layer_class()()  # Transformers 5.17 keeps its tensors and appends to them
+        elif not is_packed(layer) or is_blockwise(layer):
             layer.reset()
-            continue
-        clear(layer)
-        if _has_states(layer):
-            _states_class().reset(layer)
+        else:
+            clear(layer)
+            if _has_states(layer):
+                _states_class().reset(layer)
 
 
 def _has_states(layer: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +159,7 @@ def packed_cache(
     for index in layouts if shard is not None else ():
         _check_split(layouts[index], index)
     _make_blockwise(cache, max_len, windows, layouts)
+    _let_unwritten_grow(cache, filled)
     for index, pair in layouts.items():
         _pack(cache.layers[index], filled.layers[index], pair, shard)
     return cache
@@ -186,6 +188,17 @@ def _make_blockwise(
         cache.layers[index] = blockwise_window_class()(max_len, window, drops)
 
 
+def _let_unwritten_grow(cache: StaticCache, filled: StaticCache) -> None:
+    """Layers without a window that a token of text does not write get the room of whatever is written to them.
+
+    They hold something else, such as the image that Llama 3.2 Vision reads.
+    """
+    layer: Any
+    for index, layer in enumerate(filled.layers):
+        if is_full(layer) and not layer.is_initialized:
+            cache.layers[index] = growing_layer_class()()
+
+
 def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int, found: Findings) -> StaticCache:
     """A static cache that the model has filled with one token.
 
@@ -198,7 +211,7 @@ def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int, found:
     try:
         cache = _checking_updates(StaticCache(config=config, max_cache_len=max_len), model)
         with _keeping_states(model, found), fake_errors_unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
-            _run_eagerly(model, ids, cache)
+            _run_eagerly(model, cache, input_ids=ids)
         needs_values = False
     except KVCompileError:
         raise
@@ -206,7 +219,7 @@ def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int, found:
         try:
             cache, needs_values = _checking_updates(StaticCache(config=config, max_cache_len=1), model), True
             with _keeping_states(model, found):
-                _run_eagerly(model, ids, cache)
+                _run_eagerly(model, cache, input_ids=ids)
         except KVCompileError:
             raise
         except Exception:
@@ -312,21 +325,26 @@ def _check_outputs(model: nn.Module, config: Any, max_len: int) -> None:
 def _logits(model: nn.Module, cache: Cache) -> torch.Tensor:
     """The logits after three tokens and after a fourth, of two sequences. The first one begins with padding."""
     device = next(model.parameters()).device
-    ids = torch.arange(3, device=device).expand(2, 3)
     mask = torch.ones((2, 4), dtype=torch.int64, device=device)
     mask[0, 0] = 0
-    steps = (ids, mask[:, :3]), (ids[:, :1], mask)
+    inputs = {"input_ids": torch.tensor([0, 1, 2, 0], device=device).expand(2, 4)}
+    if "position_ids" in inspect.signature(original_module(model).forward).parameters:
+        # Without them some models give the fourth token the positions of all tokens in the mask (Qwen3-VL-MoE).
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = []
     with _keeping_states(model):
-        logits = [_run_eagerly(model, part, cache, attention_mask=seen)[0][:, -1:] for part, seen in steps]
+        for begin, end in ((0, 3), (3, 4)):
+            tokens = {name: x[:, begin:end] for name, x in inputs.items()}
+            logits.append(_run_eagerly(model, cache, attention_mask=mask[:, :end], **tokens)[0][:, -1:])
     return torch.cat(logits).float()
 
 
-def _run_eagerly(model: nn.Module, ids: torch.Tensor, cache: Cache, **kwargs: Any) -> Any:
+def _run_eagerly(model: nn.Module, cache: Cache, **inputs: torch.Tensor) -> Any:
     # Compiled code would compile for this call, or run kernels on tensors without memory.
     model = original_module(model)
     eagerly = running_eagerly() if has_compiled_parts(model) else contextlib.nullcontext()  # it affects all threads
     with torch.no_grad(), eagerly, _without_cached_casts():
-        return uncompiled_call(model)(input_ids=ids, use_cache=True, **with_cache(model, cache), **kwargs)
+        return uncompiled_call(model)(use_cache=True, **with_cache(model, cache), **inputs)
 
 
 @contextlib.contextmanager
@@ -368,6 +386,14 @@ def full_layer_classes() -> tuple[Any, ...]:
 
     both = getattr(cache_utils, "LinearAttentionAndStaticFullAttentionLayer", None)
     return cache_utils.StaticLayer, *(() if both is None else (both,))
+
+
+@functools.cache
+def growing_layer_class() -> type:
+    """The class of layers whose room is what is written to them."""
+    from transformers.cache_utils import DynamicLayer
+
+    return DynamicLayer
 
 
 def is_window(layer: Any) -> bool:

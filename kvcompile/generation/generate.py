@@ -136,12 +136,15 @@ class Request:
         may_end_early: whether the request may end before its greatest length.
         has_prepared: whether the model has prepared a cache. If it has, it decodes itself, rather than a model that it
             contains.
+        has_called: whether a call of the model has returned.
         has_compiled_step: whether a decode step has run compiled.
+        failed: why the same request failed before its first call returned; None if this is the first attempt.
         plain_because: why the request gets no packed cache; None if it gets one, or if the caller passes a cache.
     """
 
     is_custom: bool = False
     calls_back: bool = False
+    failed: str | None = None
     served: Any = None
     cache: Any = None
     decodes_with: Any = None
@@ -149,6 +152,7 @@ class Request:
     records: bool = False
     may_end_early: bool = True
     has_prepared: bool = False
+    has_called: bool = False
     has_compiled_step: bool = False
     plain_because: str | None = None
 
@@ -225,6 +229,15 @@ class Generation:
         given = arguments_of_generate(self._model, args, kwargs)
         calls_back = any(given.get(name) for name in _CODE_OF_THE_CALLER)
         request = Request(is_custom=given.get("custom_generate") is not None, calls_back=calls_back)
+        try:
+            return self._result_of(request, args, kwargs)
+        except Exception as error:
+            if not self._may_repeat(request, error) or given.get("streamer") is not None:
+                raise
+            failed = _first_line(error)
+        return self._result_of(Request(request.is_custom, calls_back, failed), args, kwargs)
+
+    def _result_of(self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._requested(request), stopping_late(request):
             request.plain_because = _BY_THE_CALLER if request.is_custom else None
             result = self._original("generate")(*args, **renamed_cache(kwargs, self._cache_argument))
@@ -234,6 +247,18 @@ class Generation:
                 hand_out(returned)
                 request.served = None  # the caller owns it from now on
         return result
+
+    def _may_repeat(self, request: Request, error: Exception) -> bool:
+        """Whether a request that failed may run again without a packed cache. Nothing was generated yet.
+
+        An input that only some requests have, such as an image, may make a model fail with any static cache (GIT).
+        """
+        is_ours = isinstance(error, (KVCompileError, torch.OutOfMemoryError))
+        return (
+            request.served is not None
+            and not (request.has_called or request.has_compiled_step or is_ours)
+            and self._options.on_unsupported != "error"
+        )
 
     def prepare_cache(
         self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
@@ -296,7 +321,10 @@ class Generation:
                 expect_other_tokens(packed_layers(request.served))
             self._before_first_prompt(request.served, kwargs.get("input_ids"))
             with updating_layers(packed_layers(cache_of_call), exact=self._is_exact, look=look):
-                return uncompiled_call(self._model)(*args, **kwargs)
+                result = uncompiled_call(self._model)(*args, **kwargs)
+            if request is not None:
+                request.has_called = True
+            return result
         if request is None:
             move_by_blocks(cache_of_call, self._model, self._options.policy)
         else:
@@ -346,6 +374,10 @@ class Generation:
         """Why a request is left to Transformers, as documented; None if kvcompile tries to serve it."""
         if request.is_custom:
             return _BY_THE_CALLER
+        if request.failed is not None:
+            reason = f"its first call fails with a packed static cache ({request.failed})"
+            self._explain(request, reason)
+            return reason
         if config.use_cache is False:
             return "use_cache is False"
         if config.is_assistant:  # it passes the same cache to a series of growing requests
@@ -424,6 +456,10 @@ class Generation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _counted(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
