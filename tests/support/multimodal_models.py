@@ -133,14 +133,6 @@ def mllama() -> tuple[Any, Inputs]:
     return transformers.MllamaForConditionalGeneration(config), inputs | image | more
 
 
-def git() -> tuple[Any, Inputs]:
-    """It fails with any static cache if a prompt has an image."""
-    text = {name: size for name, size in _DECODER.items() if name != "num_key_value_heads"}
-    config = transformers.GitConfig(vision_config={**_ENCODER, "image_size": 16, "patch_size": 8}, **text)
-    ids = torch.randint(3, 290, (2, 6), generator=torch.Generator().manual_seed(3))
-    return transformers.GitForCausalLM(config), {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16)}
-
-
 def qwen2_audio() -> tuple[Any, Inputs]:
     sound = {"model_type": "qwen2_audio_encoder", "num_mel_bins": 16, "d_model": 32, "max_source_positions": 30}
     sizes = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
