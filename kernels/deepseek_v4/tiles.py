@@ -22,7 +22,7 @@ E4M3_NAN = constant(spec.E4M3_NAN)
 E8M0_NAN = constant(spec.E8M0_NAN)
 E4M3_MAX_EXPONENT = constant(spec.E4M3_MAX_EXPONENT)
 MANTISSA_CARRY = constant(spec.MANTISSA_CARRY)
-MIN_AMAX_BITS = constant(torch.tensor(spec.MIN_AMAX).view(torch.int32).item())
+MIN_AMAX_BITS = constant(torch.tensor(spec.MIN_AMAX, device="cpu").view(torch.int32).item())
 BFLOAT16_NAN = constant(0x7FC0)
 
 

@@ -235,6 +235,7 @@ def attention_on_pages(
             f"generate_batch: layer {layer} needs a position bias or attention weights, which attention on packed "
             "pages does not have; run kvcompile.uncompile(model) first"
         )
+    pages.unread = None  # also if attention runs out of memory
     allocator = pages.layer_to_allocator[layer]
     place, table = allocator.layer_of_index[layer], kwargs.get("block_table")
     sinks = kwargs.get("s_aux")
@@ -258,7 +259,6 @@ def attention_on_pages(
         place.key.spec,
         place.value.spec,
     )
-    pages.unread = None
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -92,7 +92,7 @@ def check_pieces(name: str, stored: StoredTensor, shape_in: Callable[[Piece], Se
 
 
 def _are_disjoint(stored: StoredTensor, dims: Sequence[int]) -> bool:
-    taken = torch.zeros([stored.shape[dim] for dim in dims], dtype=torch.bool)
+    taken = torch.zeros([stored.shape[dim] for dim in dims], dtype=torch.bool, device="cpu")
     for piece in stored.pieces:
         own = _grid([piece.ranges.get(dim, range(stored.shape[dim])) for dim in dims])
         if taken[own].any():
@@ -103,7 +103,7 @@ def _are_disjoint(stored: StoredTensor, dims: Sequence[int]) -> bool:
 
 def _grid(indices: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Indices that select the outer product of ``indices``, one for each of the first dimensions."""
-    return torch.meshgrid([torch.tensor(list(one), dtype=torch.int64) for one in indices], indexing="ij")
+    return torch.meshgrid([torch.tensor(list(one), dtype=torch.int64, device="cpu") for one in indices], indexing="ij")
 
 
 def files_needed(stored: StoredTensor, wanted: Ranges) -> list[int]:

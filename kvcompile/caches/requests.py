@@ -157,6 +157,8 @@ def _error_of_preparation(model: Any, cache: Any, batch_size: int) -> str | None
     try:
         with torch.no_grad():
             prepare_inputs(model, ids, cache, attention_mask=torch.ones_like(ids), use_cache=True)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
     return None

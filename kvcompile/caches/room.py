@@ -56,7 +56,7 @@ def make_room(cache: Any, model: nn.Module, policy: Policy, num_tokens: int, *, 
     full, blockwise = list(filter(is_full, layers)), list(filter(is_blockwise, layers))
     if full and not packed_layers(cache):
         return
-    room = max((int(layer.max_cache_len) for layer in full or blockwise), default=None)
+    room = min((int(layer.max_cache_len) for layer in full or blockwise), default=None)
     needed = num_tokens + (int(cache.get_seq_length()) if is_on_top else 0)
     if room is None or room >= needed:
         return
@@ -66,8 +66,10 @@ def make_room(cache: Any, model: nn.Module, policy: Policy, num_tokens: int, *, 
             f"generate: the given cache has room for {room} tokens, this request may need {needed}, and a window that "
             "was cut to this room cannot be extended any more; make a longer cache with kvcompile.static_cache"
         )
+    # A request that ran out of memory may have extended some layers.
     for layer in full:
-        extend(layer, longer)
+        if layer.max_cache_len < longer:
+            extend(layer, longer)
     for layer in blockwise:
         layer.widen(longer)
 

@@ -220,7 +220,7 @@ def _filled(model: nn.Module, config: Any, batch_size: int, max_len: int, found:
             cache, needs_values = _checking_updates(StaticCache(config=config, max_cache_len=1), model), True
             with _keeping_states(model, found):
                 _run_eagerly(model, cache, input_ids=ids)
-        except KVCompileError:
+        except (KVCompileError, torch.OutOfMemoryError):
             raise
         except Exception:
             raise _does_not_run(model, error) from error
@@ -313,6 +313,8 @@ def _check_outputs(model: nn.Module, config: Any, max_len: int) -> None:
     caches = StaticCache(config=config, max_cache_len=room), DynamicCache(config=config)
     try:
         static, dynamic = (_logits(model, cache) for cache in caches)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise _does_not_run(model, error) from error
     if not (static - dynamic).norm() <= MOST_DIFFERENT * dynamic.norm():

@@ -136,7 +136,7 @@ def _median_channel_errors(sample: Tensor, format_name: str) -> Tensor:
 @functools.cache
 def _usual_error(format_name: str, head_dim: int) -> float:
     """The relative error of a format on channels that are all normally distributed with the same variance."""
-    normal = torch.randn(1, NORMAL_VECTORS, head_dim, generator=torch.Generator().manual_seed(0))
+    normal = torch.randn(1, NORMAL_VECTORS, head_dim, generator=torch.Generator().manual_seed(0), device="cpu")
     return _median_channel_errors(normal, format_name).item()
 
 
@@ -192,7 +192,7 @@ def _written(keys: Tensor, action: InputAction, args: Sequence[Any]) -> Tensor:
     if action.first_position is None:
         return keys[:, :, :0]
     first = action.first_position(args, keys.shape[2])
-    keys = keys[:, :, : int(first.max())]
+    keys = keys[:, :, : int(first.max()) if first.numel() else 0]
     if not first.dim():
         return keys
     is_written = torch.arange(keys.shape[2], device=keys.device) < first[:, None]

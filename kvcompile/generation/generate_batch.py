@@ -155,7 +155,9 @@ def _pack(manager: Any, formats: LayerFormats) -> None:
     def create_packed() -> Any:
         with making_pages(formats):
             processor = create()
-        if not has_packed_pages(processor.cache):
+        if has_packed_pages(processor.cache):
+            processor.cache.unread = None  # an earlier request of this processor may have failed in between
+        else:
             pack_updates(processor.cache)
         return processor
 

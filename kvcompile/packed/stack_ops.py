@@ -223,8 +223,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     if any(other.dim() != stack.dim() or other.dtype != stack.dtype for other in others):
         return NotImplemented
     of_part = stack.dim_of_part(dim % stack.dim())
-    appended = zip(*(_parts_of(other, stack.stacked_dims) for other in others), strict=True)
-    parts = [torch.cat([part, *new], of_part) for part, new in zip(stack.parts, appended, strict=True)]
+    appended = [_parts_of(other, stack.stacked_dims) for other in others]
+    parts = [torch.cat(each, of_part) for each in zip(stack.parts, *appended, strict=True)]
     return PackedStack.of_parts(parts, stack.stack_shape, stack.stacked_dims)
 
 

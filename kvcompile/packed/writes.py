@@ -371,6 +371,10 @@ def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
     """Scatters whole vectors. The index must be expanded along head_dim or, in eager code, equal for all channels."""
     if not isinstance(cache, PackedTensor) or cache.axes[dim] in CHANNELS:
         return NotImplemented
+    if isinstance(source, Tensor) and source.dtype != cache.dtype:
+        raise RuntimeError(
+            f"scatter_ into a packed cache of {cache.dtype}: the source is {source.dtype}; convert it to its dtype"
+        )
     index = cache.to_stored_axes(index)
     position = index[..., 0]
     is_expanded = index.stride(3) == 0

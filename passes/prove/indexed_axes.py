@@ -6,6 +6,7 @@ They may differ between sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ def form_of_indices(base: Node, axes: str, given: Mapping[str, Node]) -> Form:
             pos = _in_stored_order(pos.expand(indexed), names)
         if "h" in places:
             pos = pos.select(1 if "b" in places else 0, 0)
-        pos = pos.reshape(pos.shape[0], -1) if "b" in places else pos.reshape(-1)
+        pos = pos.reshape(pos.shape[0], math.prod(pos.shape[1:])) if "b" in places else pos.reshape(-1)
         return _stored(x, leading + "".join(names) + trailing), wrapped(pos, num_tokens), None
 
     return form

@@ -358,7 +358,7 @@ def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
 
     def normalise(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
         pos = first_along_constant(pos, shape)
-        pos = pos.reshape(-1) if batch == 1 else heads_first(pos, axes).reshape(batch, -1)
+        pos = pos.reshape(-1) if batch == 1 else heads_first(pos, axes).flatten(1)
         return heads_first(x, axes), wrapped(pos, num_tokens), None
 
     if not same_sizes(shape_of(value), whole):

@@ -213,3 +213,11 @@ def test_a_promoted_policy_changes_the_keys_of_those_layers_and_nothing_else() -
     assert [formats[i].value for i in (2, 4)] == [before[i].value for i in (2, 4)]
     assert raised.strict
     raised.check_rules(sites, 5)
+
+
+def test_the_usual_error_of_a_format_does_not_depend_on_the_default_device():
+    key_outliers._usual_error.cache_clear()
+    with torch.device("meta"):
+        usual = key_outliers._usual_error("int4_per_token_head", 64)
+    key_outliers._usual_error.cache_clear()
+    assert usual == key_outliers._usual_error("int4_per_token_head", 64) > 0

@@ -60,6 +60,12 @@ def test_caches_of_every_batch_size_are_packed(step: Step, dynamic: bool | None)
             check_step(compiled, step, new, packed, plain, pos)
 
 
+@pytest.mark.parametrize("step", [place_of_each_sequence, places_of_each_sequence])
+def test_a_batch_of_no_sequences_is_a_batch(step: Step) -> None:
+    empty = [torch.zeros(0, H, n, D) for n in (1, 1, 1, S, S)]
+    assert compiled_lossless(step)(*empty, torch.zeros(0, dtype=torch.int64)).shape == (0, H, 1, D)
+
+
 def test_a_slice_to_the_end_does_not_limit_a_symbolic_size() -> None:
     """With heads and sequences in one dimension, one symbol must become a multiple of another."""
 

@@ -70,7 +70,9 @@ def failing_with_images() -> tuple[Any, Inputs]:
 
     def check(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        if kwargs.get("pixel_values") is not None and isinstance(cache, transformers.StaticCache):
+        encoded = kwargs.get("mm_encoder_outputs") or {}  # since Transformers 5.24
+        has_image = any(x is not None for x in (kwargs.get("pixel_values"), *encoded.values()))
+        if has_image and isinstance(cache, transformers.StaticCache):
             raise RuntimeError("Tensors must have same number of dimensions: got 2 and 4")
 
     model, inputs = made(multimodal_models.llava)

@@ -144,6 +144,14 @@ def test_any_other_write_reads_computes_and_stores(role_dim: int, write: Callabl
     assert torch.equal(view.clone(), expected)
 
 
+@behind_layers_or_sequences
+def test_a_single_stack_is_concatenated_with_nothing(role_dim: int) -> None:
+    stack, expected = small_stack(role_dim)
+    joined = torch.cat([stack], 4)
+    assert isinstance(joined, PackedStack)
+    torch.testing.assert_close(joined.dequantize(), expected, rtol=0, atol=1e-6)
+
+
 @save_and_load
 def test_a_stack_is_saved_packed_and_loaded(
     save: Callable[..., None], load: Callable[..., Any], tmp_path: Path

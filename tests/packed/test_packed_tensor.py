@@ -291,6 +291,24 @@ def test_an_operation_without_a_right_result_raises_and_changes_nothing(write, r
         assert_same(cache, plain)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda c, x: c.scatter_(2, torch.tensor([4, 69])[:, None].expand(2, 3, 2, HEAD_DIM), x),
+        lambda c, x: c.index_copy_(2, torch.tensor([4, 69]), x),
+        lambda c, x: c.index_put_((torch.tensor([0])[:, None], torch.arange(3), torch.tensor([4, 69])[:, None]), x[0]),
+    ],
+    ids=["scatter_", "index_copy_", "index_put_"],
+)
+def test_vectors_of_another_dtype_are_an_error_as_on_a_plain_cache(write):
+    cache, plain = pair(INT8)
+    x = torch.ones(2, 3, 2, HEAD_DIM, dtype=torch.bfloat16)
+    for tensor in (cache, plain):
+        with pytest.raises(RuntimeError):
+            write(tensor, x)
+    assert_same(cache, plain)
+
+
 def test_an_in_place_operator_that_fails_changes_nothing():
     cache, plain = pair(INT8)
     with pytest.raises(RuntimeError, match="must match the size"):
