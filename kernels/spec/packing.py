@@ -38,7 +38,7 @@ def write_tokens(
         layout: the layout of ``data``.
         x: [batch, num_kv_heads, n, head_dim], any float dtype, any strides.
         positions: int64 [n], or [batch, n] if sequences have different positions. Positions lie within the cache, and
-            the positions of a sequence are distinct.
+            the positions of a sequence are distinct, or tokens at equal positions are equal.
         valid: bool, of the same shape as ``positions``: where False, the token at the position keeps its bytes. None
             writes all tokens.
         first_sequence: if ``data`` has more sequences than ``x``, the sequence of ``data`` to which the first sequence

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvcompile.caches.blockwise_window import is_blockwise
 from kvcompile.caches.layer import append_pair, next_slots
-from kvcompile.caches.static import full_layer_classes, is_full, is_packed
+from kvcompile.caches.layer_kinds import full_layer_classes, is_full
+from kvcompile.caches.static import is_packed
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed
 from kvcompile.packed.tokens import ExactTokens
 from kvcompile.packed.writes import takes_pairs

@@ -13,15 +13,12 @@ from torch import nn
 from kvcompile.caches import room
 from kvcompile.caches.blockwise_window import is_blockwise
 from kvcompile.caches.layer import clear
+from kvcompile.caches.layer_kinds import full_layer_classes, growing_layer_class, is_full, is_window
+from kvcompile.caches.probe import Findings
 from kvcompile.caches.static import (
-    Findings,
     attention_modules,
     autocast_dtype,
-    full_layer_classes,
-    growing_layer_class,
-    is_full,
     is_packed,
-    is_window,
     packed_cache,
     packed_layers,
 )

@@ -10,12 +10,11 @@ from torch import nn
 
 from kvcompile.caches.blockwise_window import blockwise_window_class, is_blockwise
 from kvcompile.caches.layer import extend
+from kvcompile.caches.layer_kinds import is_full, is_window
 from kvcompile.caches.static import (
     MOST_TOKENS,
     TENSORS,
     attention_modules,
-    is_full,
-    is_window,
     packed_layers,
     windows_of,
 )

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
@@ -30,10 +29,6 @@ not_traced = _disable_dynamo
 
 # A context in which no fake, functional or other mode sees the operators.
 without_modes = _disable_current_modes
-
-# A context in which no kernel goes through PyTorch's dispatcher in Python, which is on while AOTAutograd traces. That
-# dispatcher takes Python's GIL again, so a collective that waits for a thread of Gloo would deadlock.
-without_python_dispatcher = no_python_dispatcher
 
 # Whether a tensor is wrapped by ``torch.vmap`` or another transform of ``torch.func``, and hides a dimension.
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor

@@ -34,6 +34,7 @@ from torch import nn
 from kvcompile.backend import ConfiguredBackend
 from kvcompile.caches.blockwise_window import prepared_for_step
 from kvcompile.caches.pages import has_packed_pages
+from kvcompile.caches.probe import WHY_NOT_TRAINING, has_active_dropout
 from kvcompile.caches.prompt import (
     expect_first_prompt,
     expect_other_tokens,
@@ -57,9 +58,7 @@ from kvcompile.caches.requests import (
 from kvcompile.caches.room import make_room, move_by_blocks
 from kvcompile.caches.static import (
     WHY_NOT_FLEX,
-    WHY_NOT_TRAINING,
     attention_modules,
-    has_active_dropout,
     packed_layers,
 )
 from kvcompile.call.key_outliers import examine

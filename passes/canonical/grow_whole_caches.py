@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.operators import OpOverload
 from kvcompile.passes.graph.aliases import may_leave, users_through_views
-from kvcompile.passes.graph.aten import RESHAPES, SAME_OPS, arguments, same_sizes, shape_of
+from kvcompile.passes.graph.aten import RESHAPES, SAME_OPS, arguments, dtype_of, same_sizes, shape_of
 from kvcompile.passes.graph.index_map import IndexMap, follow
 from kvcompile.passes.graph.inline import behind_placeholders, insert_call, size_node
 from kvcompile.passes.graph.permutations import unpermuted
@@ -55,7 +55,7 @@ class _Grown:
             return None
         (old, *new), dim = arguments(node)
         alike = all(
-            len(shape_of(x)) == len(shape_of(node)) and x.meta["val"].dtype == _dtype(node) for x in (old, *new)
+            len(shape_of(x)) == len(shape_of(node)) and x.meta["val"].dtype == dtype_of(node) for x in (old, *new)
         )
         return _Grown(node, old, tuple(new), dim) if new and alike else None
 
@@ -302,8 +302,3 @@ def _permuted(graph: Graph, node: Node, order: list[int]) -> Node:
 
 def _shaped(graph: Graph, node: Node, shape: Sequence[Any]) -> Node:
     return insert_call(graph, aten.reshape.default, node, [size_node(graph, size) for size in shape])
-
-
-def _dtype(node: Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype

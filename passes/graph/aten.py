@@ -184,6 +184,11 @@ def shape_of(node: Node) -> torch.Size:
     return torch.Size(known_size(size) for size in node.meta["val"].shape)
 
 
+def dtype_of(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
 def known_size(size: Any) -> Any:
     """A number for a symbol that guards have made constant."""
     return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size

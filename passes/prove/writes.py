@@ -49,6 +49,7 @@ from kvcompile.kernels.layout.axes import heads_first, size_along
 from kvcompile.passes.graph.aten import (
     arguments,
     computed_alike,
+    dtype_of,
     same_sizes,
     shape_of,
     views_alike,
@@ -88,8 +89,8 @@ def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
     write = _with_later_sizes(lambda: matcher(node, axes, role)) if matcher else None
     if write is not None and has_unread_size((node, *node.all_input_nodes, *write.own)):
         raise Refusal(Reason.size_from_data, role=role, op=operation(node))
-    if write is not None and _dtype(write.base) != _dtype(node):
-        raise _refuse(node, role, f"its result is {_dtype(node)}, but the cache is {_dtype(write.base)}")
+    if write is not None and dtype_of(write.base) != dtype_of(node):
+        raise _refuse(node, role, f"its result is {dtype_of(node)}, but the cache is {dtype_of(write.base)}")
     return write
 
 
@@ -117,11 +118,6 @@ def _with_later_sizes(match: Callable[[], CacheWrite | None]) -> CacheWrite | No
 
 
 MASK_DIFFERS = "its mask may differ between heads or channels of a token"
-
-
-def _dtype(node: Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
 
 
 def _refuse(node: Node, role: str, detail: str) -> Refusal:

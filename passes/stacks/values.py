@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.pytree import tree_leaves
 from kvcompile.kernels.layout.axes import PartIndex
-from kvcompile.passes.graph.aten import arguments, same_sizes, shape_of
+from kvcompile.passes.graph.aten import arguments, dtype_of, same_sizes, shape_of
 from kvcompile.passes.graph.index_map import Factor, IndexMap
 
 aten = torch.ops.aten
@@ -149,7 +149,7 @@ def _stacked(node: Node, dim: int) -> list[Value] | None:
             return None
         pieces = [piece.args[0] for piece in pieces]
     whole = statically_known_true(shape.pop(dim) == len(pieces))
-    alike = all(same_sizes(shape_of(piece), shape) and _dtype(piece) == _dtype(node) for piece in pieces)
+    alike = all(same_sizes(shape_of(piece), shape) and dtype_of(piece) == dtype_of(node) for piece in pieces)
     return list(pieces) if whole and alike else None
 
 
@@ -158,8 +158,3 @@ def _stacked_and_permuted(node: Node, dim: int) -> list[Value] | None:
     pieces = _stacked(source, order[dim])
     rest = [other - (other > order[dim]) for other in order if other != order[dim]]
     return pieces and [Made(node, aten.permute.default, (piece, rest)) for piece in pieces]
-
-
-def _dtype(node: Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvcompile
-from kvcompile.caches import layer, static
+from kvcompile.caches import layer, probe
 from kvcompile.caches.room import make_room
 from kvcompile.compat.continuous_batching import allocator_classes
 from kvcompile.packed.tensor import PackedTensor
@@ -66,7 +66,7 @@ def test_a_model_that_ran_out_of_memory_while_it_was_examined_gets_a_packed_cach
         raise torch.OutOfMemoryError("there is no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(static, "_run_eagerly", fail)
+        patched.setattr(probe, "_run_eagerly", fail)
         with pytest.raises(torch.OutOfMemoryError):
             model.generate(ids, **settings)
     result = model.generate(ids, **settings, return_dict_in_generate=True)
