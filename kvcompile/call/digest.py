@@ -8,13 +8,12 @@ the code of kvcompile.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from kvcompile.errors import PolicyError
 from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS
+from kvcompile.packed.code_digest import code_digest
 from kvcompile.passes.calling import GraphInput
 from kvcompile.passes.notes.calls import Call
 from kvcompile.passes.site import Site, num_layers_in_graph
@@ -47,29 +46,10 @@ def digest_of(
     except PolicyError:
         return None  # the passes raise it where the report names the site
     graph = (sites, formats, inputs, conceals, calls, merges_projections)
-    parts = (code_of(Path(__file__).parent.parent), policy.fingerprint(), graph)
+    parts = (code_digest(), policy.fingerprint(), graph)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def has_only_own_formats() -> bool:
     formats = (*FORMATS.values(), *LATENT_FORMATS.values())
     return all(type(fmt).__module__.startswith("kvcompile.") for fmt in formats)
-
-
-@functools.cache
-def code_of(folder: Path) -> str:
-    """A digest of the Python files below ``folder``."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(_sources(folder)):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(folder)} {len(content)} ".encode() + content)
-    return digest.hexdigest()
-
-
-def _sources(folder: Path) -> Iterator[Path]:
-    """The Python files below ``folder``; ``rglob`` would not follow the links to passes and kernels."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            yield from _sources(path)
-        elif path.suffix == ".py":
-            yield path

@@ -12,18 +12,18 @@ import functools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvcompile.call.digest import code_of, has_only_own_formats
+from kvcompile.call.digest import has_only_own_formats
 from kvcompile.call.inputs import holds_bytes_of, packed_input
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, adopted_by_input, with_parts
 from kvcompile.compat.ahead_of_time import StorableCall, bytes_of, code_of_bytes, is_kept
 from kvcompile.errors import OptionsError, PackageError, one_line
 from kvcompile.packed.cache_meta import CacheMeta
+from kvcompile.packed.code_digest import code_digest
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.calling import GraphInput, InputAction, PackedInput, SplitStack
@@ -194,7 +194,7 @@ def _in_words(cache: PackedInput | InputAction) -> str:
 @functools.cache
 def _made_with() -> str:
     """The code that a stored function depends on. PyTorch itself checks Python, Triton and the device."""
-    return f"kvcompile {VERSION} ({code_of(Path(__file__).parent.parent)}) and PyTorch {torch.__version__}"
+    return f"kvcompile {VERSION} ({code_digest()}) and PyTorch {torch.__version__}"
 
 
 def note_plain_caches(parts: CallParts, inputs: Sequence[GraphInput]) -> None:

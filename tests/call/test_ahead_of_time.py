@@ -20,11 +20,12 @@ from torch._inductor.utils import fresh_cache
 
 import kvcompile
 from kvcompile import OptionsError, PackageError
-from kvcompile.call import digest, packed_call, stored_call
+from kvcompile.call import packed_call, stored_call
 from kvcompile.call.adoption import AdoptionError
 from kvcompile.compat.ahead_of_time import CAN_STORE_CALLS
 from kvcompile.kernels.formats import bases
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.code_digest import code_digest
 from kvcompile.packed.tensor import PackedTensor
 
 INT8 = "int8_per_token_head"
@@ -159,7 +160,7 @@ def test_a_file_of_other_code_is_refused(on_packed: tuple[Any, Path], monkeypatc
 
 
 def test_the_code_of_all_three_folders_is_part_of_a_file() -> None:
-    assert digest.code_of(Path(kvcompile.__file__).parent) in stored_call._made_with()
+    assert code_digest() in stored_call._made_with()
     assert torch.__version__ in stored_call._made_with()
 
 

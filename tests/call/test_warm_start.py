@@ -22,11 +22,11 @@ from torch._inductor.utils import fresh_cache
 
 import kvcompile
 from kvcompile.call.adjacent_parameters import adjacent_of
-from kvcompile.call.digest import code_of
 from kvcompile.compat.autograd_cache import CAN_STORE
 from kvcompile.kernels import formats
 from kvcompile.kernels.formats.int8 import Int8
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.code_digest import code_digest
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.site import Site
 
@@ -252,10 +252,10 @@ def test_the_digest_covers_the_content_of_a_file_of_scales(tmp_path: Path) -> No
 def test_the_digest_covers_every_line_of_code(tmp_path: Path) -> None:
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / "file.py").write_text("a = 1\n")
-    before = code_of(tmp_path)
-    code_of.cache_clear()
+    before = code_digest(tmp_path)
+    code_digest.cache_clear()
     (tmp_path / "room" / "file.py").write_text("a = 2\n")
-    assert code_of(tmp_path) != before
+    assert code_digest(tmp_path) != before
 
 
 def test_code_with_a_format_of_the_user_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
