@@ -14,7 +14,7 @@ eager code. Inside the graph, changed vectors are not rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.leftovers import Leftovers
 from kvcompile.call.recent_tokens import asks_for_written, num_written
 from kvcompile.call.shards import LocalShards
-from kvcompile.call.shared_memory import check_distinct
+from kvcompile.call.shared_memory import check_distinct, plain_parts_of
 from kvcompile.call.sizes import SizeOfCall, SizeReader
 from kvcompile.compat.tensors import copy_each
 from kvcompile.errors import one_line
@@ -63,6 +63,38 @@ class DequantizedInput:
 
 
 @dataclass(frozen=True)
+class PlainInputs:
+    """The inputs of a compiled graph in which a stack has plain parts. All positions are counted after the split.
+
+    Attributes:
+        parts: the positions of the plain parts.
+        mutated: the positions of all inputs, other than packed caches, that the graph changes.
+    """
+
+    parts: tuple[int, ...]
+    mutated: frozenset[int]
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raise AliasedCacheError if a plain part shares memory with another input, and the graph changes one of them.
+
+        AOTAutograd does not see this memory, because it sees a packed stack as one tensor.
+        """
+        parts = [args[place] for place in self.parts]
+        storages = {part.untyped_storage().data_ptr() for part in parts}
+        others = [
+            (place, x)
+            for place, arg in enumerate(args)
+            if place not in self.parts
+            for x in plain_parts_of(arg)
+            if x.untyped_storage().data_ptr() in storages
+        ]
+        changed = [args[place] for place in self.parts if place in self.mutated]
+        kept = [args[place] for place in self.parts if place not in self.mutated]
+        check_distinct(changed, [*kept, *(x for _, x in others)])
+        check_distinct([x for place, x in others if place in self.mutated], parts)
+
+
+@dataclass(frozen=True)
 class CallPlan:
     """The work before and after the compiled code of a rewritten graph in each call. It can be pickled.
 
@@ -74,6 +106,7 @@ class CallPlan:
         by_reference: whether packed data is passed as references.
         buffered_inputs: the inputs that the graph changes in a buffer at a fixed address.
         stacks: the inputs that are split into parts.
+        plain: the plain inputs of a graph in which a stack has plain parts; None without such parts.
         conceals: whether packed caches arrive as :class:`Concealed` tensors.
         adjacent: the inputs whose place a tensor with several parameters takes, as in :class:`Rewritten`.
     """
@@ -87,6 +120,7 @@ class CallPlan:
     stacks: tuple[SplitStack, ...] = ()
     conceals: bool = False
     adjacent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    plain: PlainInputs | None = None
 
     @classmethod
     def of(
@@ -95,8 +129,12 @@ class CallPlan:
         example_inputs: Sequence[Any],
         dequantized: Sequence[DequantizedInput] = (),
         conceals: bool = False,
+        mutated: Iterable[int] = (),
     ) -> CallPlan:
-        """The plan for a rewritten graph, whose fake inputs were ``example_inputs`` before stacks were split."""
+        """The plan for a rewritten graph, whose fake inputs were ``example_inputs`` before stacks were split.
+
+        ``mutated`` are the positions of all inputs that the graph changes, after the split.
+        """
         sizes = SizeReader(example_inputs)
         caches = tuple(_action_of_call(action) for action in rewritten.inputs)
         made = (
@@ -115,6 +153,7 @@ class CallPlan:
         return cls(
             caches, tuple(made), tuple(outputs), tuple(dequantized), rewritten.by_reference,
             rewritten.buffered_inputs, rewritten.stacks, conceals, rewritten.adjacent,
+            _plain_inputs(rewritten, mutated),
         )  # fmt: skip
 
 
@@ -122,6 +161,12 @@ def _action_of_call(action: InputAction) -> InputAction:
     """The part of an action that a plan keeps: no symbols, and no computation that only adoption needs."""
     packs_in_call = action.kind == "functional" and action.num_sequences is None and asks_for_written(action)
     return replace(action.without_symbols, first_position=action.first_position if packs_in_call else None)
+
+
+def _plain_inputs(rewritten: Rewritten, mutated: Iterable[int]) -> PlainInputs | None:
+    packed = {action.index for action in rewritten.inputs}
+    parts = tuple(place for stack in rewritten.stacks for place in stack.places.values() if place not in packed)
+    return PlainInputs(parts, frozenset(mutated) - packed) if parts else None
 
 
 class PackedCall:
@@ -134,6 +179,7 @@ class PackedCall:
         self._fixed = FixedInputs() if plan.by_reference else None
         self._buffered = plan.buffered_inputs
         self._stacks = plan.stacks
+        self._plain = plan.plain
         self._made = plan.made
         self._places = [action.index for action in plan.caches]
         self._dequantized = plan.dequantized
@@ -154,6 +200,8 @@ class PackedCall:
         ]
         if self._stacks:
             args[:] = with_parts(args, self._stacks)
+        if self._plain is not None:
+            self._plain.check(args)
         written = [args[index] for index in self._written]
         returned: list[tuple[int, PackedTensor]] = []
         changed: list[tuple[Tensor, Tensor]] = []

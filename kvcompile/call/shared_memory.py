@@ -1,13 +1,14 @@
 """Packed inputs of one call that share memory.
 
 The compiler assumes that a write to one input never changes another input. AOTAutograd ensures this for plain tensors,
-but it does not see the memory of packed tensors.
+but it does not see the memory of packed tensors, nor that of the plain parts of a packed stack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
@@ -18,11 +19,12 @@ from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.pool import slots_of
 from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedStack
+from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 
 
 def check_distinct(written: Iterable[Tensor], read: Iterable[Tensor]) -> None:
-    """Raises AliasedCacheError if a packed input in ``written`` shares memory with another input of either list.
+    """Raises AliasedCacheError if an input in ``written`` shares memory with another input of either list.
 
     This runs at every call. In nearly all calls every cache has its own storage, and the check ends early.
     """
@@ -38,10 +40,22 @@ def check_distinct(written: Iterable[Tensor], read: Iterable[Tensor]) -> None:
     for one, other in _meeting([_addresses(_data_of(part)) for part in parts]):
         if min(one, other) < num_written and _overlap(parts[one], parts[other]):
             raise AliasedCacheError(
-                "two packed caches that this compiled graph takes share their storage (one is a view of the other, or "
-                "both are views of a third), and the graph writes one of them; pass the whole cache only and slice it "
+                "two caches that this compiled graph takes share their storage (one is a view of the other, or both "
+                "are views of a third), and the graph writes one of them; pass the whole cache only and slice it "
                 "inside the compiled function, or pass a clone() of one of them"
             )
+
+
+def shares_plain_part(args: Sequence[Any]) -> bool:
+    """Whether a plain part of a packed stack may share memory with another argument."""
+    storages = [{part.untyped_storage().data_ptr() for part in plain_parts_of(x)} for x in args]
+    return sum(map(len, storages)) > len(set[int]().union(*storages))
+
+
+def plain_parts_of(x: Any) -> list[Tensor]:
+    """The plain tensors among the parts of a stack, or ``x`` itself if it is a plain tensor."""
+    parts = x.parts if isinstance(x, PackedStack) else [x]
+    return [part for part in parts if isinstance(part, Tensor) and not isinstance(part, PackedSubclass)]
 
 
 def _parts_of(cache: Tensor) -> Sequence[Tensor]:

@@ -202,7 +202,7 @@ class GraphCompiler:
         """The plain code of a graph, for its inputs after a call has unpacked some of them."""
         places = self._to_unpack(self.packing.unpacked) if self.packing is not None else ()
         inputs = [self._plain_like(index) if index in places else x for index, x in enumerate(self.original_inputs)]
-        compiled = plain.compile_plain(self.original, self.options.inductor_config, inputs)
+        compiled = plain.compile_for_calls(self.original, self.options.inductor_config, inputs)
         return self._unpacking(compiled, places, self._plain_for_any_inputs()) if places else compiled
 
     def _plain_for_any_inputs(self) -> Callable[..., Any]:
@@ -280,7 +280,8 @@ class GraphCompiler:
         kwargs["static_input_idxs"] = sorted(static)
         if kwargs["cudagraphs"] and not packing.cudagraphs:
             kwargs["cudagraphs"] = BoxedBool(False)
-        plan = CallPlan.of(rewritten, example_inputs, _dequantized_inputs(packing), self.conceals)
+        mutated = [index for index, node in enumerate(packing.placeholders) if is_mutated(node)]
+        plan = CallPlan.of(rewritten, example_inputs, _dequantized_inputs(packing), self.conceals, mutated)
         if self.generate_code is not None or not can_call_subgraphs():
             expand_regions(gm)
         compiled: Any

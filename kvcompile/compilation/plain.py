@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from kvcompile.call.shared_memory import shares_plain_part
 from kvcompile.compat.graphs import copied_graph
 from kvcompile.compat.inductor import compile_fx
+from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
 
 
@@ -44,4 +46,16 @@ def plain_for_any_inputs(gm: GraphModule, inductor_config: dict[str, Any]) -> Ca
     finished, so Inductor cannot add guards on sizes and numbers to it. Inputs that fail the guards cause another
     compilation.
     """
-    return torch.compile(gm, backend=lambda gm, inputs: compile_plain(gm, inductor_config, inputs))
+    return torch.compile(gm, backend=lambda gm, inputs: compile_for_calls(gm, inductor_config, inputs))
+
+
+def compile_for_calls(gm: GraphModule, inductor_config: dict[str, Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """:func:`compile_plain`, but a call runs eagerly if a plain part of a packed stack is also another input.
+
+    AOTAutograd does not see this, and would assume that a write to one of them does not change the other.
+    """
+    compiled = compile_plain(gm, inductor_config, inputs)
+    if not any(isinstance(value, PackedStack) for value in inputs):
+        return compiled  # type: ignore[no-any-return]
+    eager = copied_graph(gm)
+    return lambda *args: (eager if shares_plain_part(args) else compiled)(*args)

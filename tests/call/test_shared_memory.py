@@ -15,6 +15,7 @@ from kvcompile import last_report
 from kvcompile.call.shared_memory import check_distinct
 from kvcompile.errors import AliasedCacheError
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
 
 BATCH, HEADS, HEAD_DIM = 2, 2, 64
@@ -137,3 +138,63 @@ def test_views_that_both_are_written_may_not_overlap() -> None:
         run(q, x, keys[:, :, :128], values[:, :, :128], keys[:, :, 64:], values[:, :, 64:], pos)
     run(q, x, keys[:, :, :128], values[:, :, :128], packed(tokens=128), packed("value", 128), pos)
     assert [site.reason_code for site in last_report().sites] == [None, None]
+
+
+class TestPlainPartsOfAStack:
+    """A stack of two layers, of which the first stays plain. AOTAutograd sees the stack as one tensor."""
+
+    @staticmethod
+    def policy() -> dict[str, Any]:
+        return {"rules": [{"match": {"layers": "0"}, "dtype": "auto"}], "default": {"dtype": "float32"}}
+
+    @staticmethod
+    def step(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        for layer in range(2):
+            cache[layer, 0, :, :, pos] = k * (layer + 1)
+            cache[layer, 1, :, :, pos] = v
+            mask = torch.arange(cache.shape[4]) <= pos[:, None]
+            q = q + F.scaled_dot_product_attention(q, cache[layer, 0], cache[layer, 1], attn_mask=mask)
+        return q
+
+    def around(self, cache: Tensor, other: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
+        before = other.sum(-1)
+        return self.step(cache, *args), before, other.sum(-1)
+
+    def without_attention(self, cache: Tensor, other: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
+        return self.around(cache, other, *args)[1:]
+
+    @staticmethod
+    def arguments(pos: int) -> list[Tensor]:
+        return [*(torch.randn(1, HEADS, 1, HEAD_DIM) for _ in range(3)), torch.tensor([pos])]
+
+    def packed_stack(self) -> Tensor:
+        cache = torch.zeros(2, 2, 1, HEADS, 64, HEAD_DIM)
+        torch.compile(self.step, backend="kvquant", options={"policy": self.policy()})(cache, *self.arguments(0))
+        assert isinstance(cache, PackedStack)
+        return cache
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        options = {"policy": self.policy(), "on_unsupported": "ignore"}
+        return torch.compile(function, backend="kvquant", options=options)
+
+    @pytest.mark.parametrize("view", [lambda c: c[0, 0], lambda c: c[0]], ids=["a tensor", "a stack"])
+    def test_a_graph_that_writes_a_part_does_not_take_it_twice(self, view: Callable[[Tensor], Tensor]) -> None:
+        cache = self.packed_stack()
+        with pytest.raises(AliasedCacheError, match="share their storage"):
+            self.compiled(self.around)(cache, view(cache), *self.arguments(1))
+
+    @pytest.mark.parametrize("view", [lambda c: c[0, 0], lambda c: c[0]], ids=["a tensor", "a stack"])
+    def test_a_graph_that_packs_nothing_runs_rightly(self, view: Callable[[Tensor], Tensor]) -> None:
+        cache, compiled = self.packed_stack(), self.compiled(self.without_attention)
+        for pos in (1, 2):
+            args = self.arguments(pos)
+            other = view(cache)
+            before, after = compiled(cache, other, *args)
+            torch.testing.assert_close(after, other.sum(-1))
+            assert not torch.equal(before, after)
+
+    def test_a_copy_of_a_part_is_no_part(self) -> None:
+        cache, args = self.packed_stack(), self.arguments(1)
+        copied = cache[0, 0].clone()
+        expected = self.around(cache.clone().dequantize(), copied, *args)
+        torch.testing.assert_close(self.compiled(self.around)(cache, copied, *args), expected)
