@@ -11,6 +11,9 @@ from torch.fx import Node
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.passes.graph.aten import shape_of
 
+BEHIND = BLOCK_TOKENS * 2**16
+"""A position that is so far behind the end of a cache is behind the data of every rank, for up to 65,536 ranks."""
+
 
 def num_tokens_of(node: Node, axes: str) -> Any:
     """The number of tokens of a cache value in the order ``axes``, an int or SymInt."""
@@ -21,13 +24,14 @@ def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
     """Positions, all counted from the first token. Negative ``positions`` count from the end, as in Python.
 
     A position outside the cache becomes a position behind its packed data. The last block may have room for more
-    tokens than the model's cache, and a write there must not go unnoticed. Behind the data, the store checks bounds:
-    generated C++ raises, and the Triton store writes nothing.
+    tokens than the model's cache, and ranks that divide the tokens have room for further blocks. A write there must not
+    go unnoticed. Behind the data, the store checks bounds: generated C++ raises, and the Triton store fails an
+    assertion.
     """
     positions = positions.long()
     positions = torch.where(positions < 0, positions + num_tokens, positions)
     inside = (positions >= 0) & (positions < num_tokens)
-    return torch.where(inside, positions, num_tokens + BLOCK_TOKENS)
+    return torch.where(inside, positions, num_tokens + BEHIND)
 
 
 def first_of_slice(start: Any, size: Any) -> Any:
