@@ -190,7 +190,7 @@ def _run_eagerly(model: nn.Module, cache: Cache, **inputs: torch.Tensor) -> Any:
     model = original_module(model)
     eagerly = running_eagerly() if has_compiled_parts(model) else contextlib.nullcontext()  # it affects all threads
     with torch.no_grad(), eagerly, _without_cached_casts():
-        return uncompiled_call(model)(use_cache=True, **with_cache(model, cache), **inputs)
+        return uncompiled_call(model)(**inputs, use_cache=True, **with_cache(model, cache))
 
 
 @contextlib.contextmanager
