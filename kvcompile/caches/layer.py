@@ -27,11 +27,11 @@ def append_pair(layer: Any, keys: Tensor, values: Tensor) -> None:
 
 def extend(layer: Any, room: int) -> None:
     """Give a layer room for ``room`` tokens, more than before. A layer without tensors gets them later."""
-    # Nothing changes if there is no memory for the second tensor.
-    longer = [extended(tensor, room) for tensor in (layer.keys, layer.values)] if layer.is_initialized else []
-    for name, tensor in zip(("keys", "values"), longer, strict=False):
-        setattr(layer, name, tensor)
-        torch._dynamo.mark_static_address(tensor)
+    if layer.is_initialized:
+        # Nothing changes if there is no memory for the second tensor.
+        layer.keys, layer.values = extended(layer.keys, room), extended(layer.values, room)
+        for tensor in (layer.keys, layer.values):
+            torch._dynamo.mark_static_address(tensor)
     layer.max_cache_len = room
 
 

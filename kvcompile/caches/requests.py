@@ -15,13 +15,7 @@ from kvcompile.caches.blockwise_window import is_blockwise
 from kvcompile.caches.layer import clear
 from kvcompile.caches.layer_kinds import full_layer_classes, growing_layer_class, is_full, is_window
 from kvcompile.caches.probe import Findings
-from kvcompile.caches.static import (
-    attention_modules,
-    autocast_dtype,
-    is_packed,
-    packed_cache,
-    packed_layers,
-)
+from kvcompile.caches.static import attention_modules, autocast_dtype, is_packed, packed_cache, packed_layers
 from kvcompile.compat.transformers import prepare_inputs
 from kvcompile.errors import KVCompileError
 from kvcompile.packed.tensor import PACKED_DIM

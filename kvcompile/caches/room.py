@@ -11,13 +11,7 @@ from torch import nn
 from kvcompile.caches.blockwise_window import blockwise_window_class, is_blockwise
 from kvcompile.caches.layer import extend
 from kvcompile.caches.layer_kinds import is_full, is_window
-from kvcompile.caches.static import (
-    MOST_TOKENS,
-    TENSORS,
-    attention_modules,
-    packed_layers,
-    windows_of,
-)
+from kvcompile.caches.static import MOST_TOKENS, TENSORS, attention_modules, packed_layers, windows_of
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, Residual, num_blocks
 from kvcompile.packed.room import droppable_tokens

@@ -30,7 +30,7 @@ from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.leftovers import Leftovers
 from kvcompile.call.recent_tokens import asks_for_written, num_written
 from kvcompile.call.shards import LocalShards
-from kvcompile.call.shared_memory import check_distinct, plain_parts_of
+from kvcompile.call.shared_memory import PlainInputs, check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
 from kvcompile.compat.tensors import copy_each
 from kvcompile.errors import one_line
@@ -60,38 +60,6 @@ class DequantizedInput:
 
     index: int
     mutated: bool
-
-
-@dataclass(frozen=True)
-class PlainInputs:
-    """The inputs of a compiled graph in which a stack has plain parts. All positions are counted after the split.
-
-    Attributes:
-        parts: the positions of the plain parts.
-        mutated: the positions of all inputs, other than packed caches, that the graph changes.
-    """
-
-    parts: tuple[int, ...]
-    mutated: frozenset[int]
-
-    def check(self, args: Sequence[Any]) -> None:
-        """Raise AliasedCacheError if a plain part shares memory with another input, and the graph changes one of them.
-
-        AOTAutograd does not see this memory, because it sees a packed stack as one tensor.
-        """
-        parts = [args[place] for place in self.parts]
-        storages = {part.untyped_storage().data_ptr() for part in parts}
-        others = [
-            (place, x)
-            for place, arg in enumerate(args)
-            if place not in self.parts
-            for x in plain_parts_of(arg)
-            if x.untyped_storage().data_ptr() in storages
-        ]
-        changed = [args[place] for place in self.parts if place in self.mutated]
-        kept = [args[place] for place in self.parts if place not in self.mutated]
-        check_distinct(changed, [*kept, *(x for _, x in others)])
-        check_distinct([x for place, x in others if place in self.mutated], parts)
 
 
 @dataclass(frozen=True)

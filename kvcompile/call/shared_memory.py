@@ -7,6 +7,7 @@ but it does not see the memory of packed tensors, nor that of the plain parts of
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -30,6 +31,8 @@ def check_distinct(written: Iterable[Tensor], read: Iterable[Tensor]) -> None:
     """
     parts = [part for cache in written for part in _parts_of(cache)]
     num_written = len(parts)
+    if not parts:
+        return
     parts += [part for cache in read for part in _parts_of(cache)]
     storages = {_data_of(part).untyped_storage().data_ptr() for part in parts}
     if len(storages) == len(parts):
@@ -46,16 +49,58 @@ def check_distinct(written: Iterable[Tensor], read: Iterable[Tensor]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class PlainInputs:
+    """The inputs of a compiled graph in which a stack has plain parts. All positions are counted after the split.
+
+    Attributes:
+        parts: the positions of the plain parts.
+        mutated: the positions of all inputs, other than packed caches, that the graph changes.
+    """
+
+    parts: tuple[int, ...]
+    mutated: frozenset[int]
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raise AliasedCacheError if a plain part shares memory with another input, and the graph changes one of them.
+
+        AOTAutograd does not see this memory, because it sees a packed stack as one tensor.
+        """
+        parts = [args[place] for place in self.parts]
+        storages = _storages(parts)
+        others = [
+            (place, x)
+            for place, arg in enumerate(args)
+            if place not in self.parts
+            for x in _plain_parts_of(arg)
+            if x.untyped_storage().data_ptr() in storages
+        ]
+        changed = [args[place] for place in self.parts if place in self.mutated]
+        kept = [args[place] for place in self.parts if place not in self.mutated]
+        check_distinct(changed, [*kept, *(x for _, x in others)])
+        check_distinct([x for place, x in others if place in self.mutated], parts)
+
+
 def shares_plain_part(args: Sequence[Any]) -> bool:
     """Whether a plain part of a packed stack may share memory with another argument."""
-    storages = [{part.untyped_storage().data_ptr() for part in plain_parts_of(x)} for x in args]
-    return sum(map(len, storages)) > len(set[int]().union(*storages))
+    taken = _storages(part for x in args if not isinstance(x, PackedStack) for part in _plain_parts_of(x))
+    for stack in (x for x in args if isinstance(x, PackedStack)):
+        own = _storages(_plain_parts_of(stack))
+        if taken & own:
+            return True
+        taken |= own
+    return False
 
 
-def plain_parts_of(x: Any) -> list[Tensor]:
+def _plain_parts_of(x: Any) -> list[Tensor]:
     """The plain tensors among the parts of a stack, or ``x`` itself if it is a plain tensor."""
     parts = x.parts if isinstance(x, PackedStack) else [x]
     return [part for part in parts if isinstance(part, Tensor) and not isinstance(part, PackedSubclass)]
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of the storages of plain tensors. Tensors without elements share nothing."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
 
 def _parts_of(cache: Tensor) -> Sequence[Tensor]:

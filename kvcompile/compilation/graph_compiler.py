@@ -280,7 +280,7 @@ class GraphCompiler:
         kwargs["static_input_idxs"] = sorted(static)
         if kwargs["cudagraphs"] and not packing.cudagraphs:
             kwargs["cudagraphs"] = BoxedBool(False)
-        mutated = [index for index, node in enumerate(packing.placeholders) if is_mutated(node)]
+        mutated = (index for index, node in enumerate(packing.placeholders) if is_mutated(node))
         plan = CallPlan.of(rewritten, example_inputs, _dequantized_inputs(packing), self.conceals, mutated)
         if self.generate_code is not None or not can_call_subgraphs():
             expand_regions(gm)

@@ -56,11 +56,7 @@ from kvcompile.caches.requests import (
     why_plain,
 )
 from kvcompile.caches.room import make_room, move_by_blocks
-from kvcompile.caches.static import (
-    WHY_NOT_FLEX,
-    attention_modules,
-    packed_layers,
-)
+from kvcompile.caches.static import WHY_NOT_FLEX, attention_modules, packed_layers
 from kvcompile.call.key_outliers import examine
 from kvcompile.compat.modules import COMPILED_CALL, uncompiled_call
 from kvcompile.compat.stop_checks import STOPPING_CRITERIA, may_end_early, stopping_late
@@ -75,7 +71,7 @@ from kvcompile.compat.transformers import (
     makes_dynamic_caches,
     renamed_cache,
 )
-from kvcompile.errors import KVCompileError, OptionsError, PolicyError
+from kvcompile.errors import KVCompileError, OptionsError, PolicyError, one_line
 from kvcompile.generation.decode_steps import DecodeSteps
 from kvcompile.generation.generate_batch import drop_kept_manager, packed_manager
 from kvcompile.generation.past import reads_past_again, repeats_the_past
@@ -233,8 +229,8 @@ class Generation:
         except Exception as error:
             if not self._may_repeat(request, error) or given.get("streamer") is not None:
                 raise
-            failed = _first_line(error)
-        return self._result_of(Request(request.is_custom, calls_back, failed), args, kwargs)
+            failed = f"{type(error).__name__}: {one_line(error)}"
+        return self._result_of(Request(calls_back=calls_back, failed=failed), args, kwargs)
 
     def _result_of(self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._requested(request), stopping_late(request):
@@ -455,10 +451,6 @@ class Generation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _counted(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:

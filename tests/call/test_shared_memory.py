@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile import last_report
-from kvcompile.call.shared_memory import check_distinct
+from kvcompile.call.shared_memory import check_distinct, shares_plain_part
 from kvcompile.errors import AliasedCacheError
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.stack import PackedStack
@@ -192,6 +192,13 @@ class TestPlainPartsOfAStack:
             before, after = compiled(cache, other, *args)
             torch.testing.assert_close(after, other.sum(-1))
             assert not torch.equal(before, after)
+
+    def test_only_an_argument_that_shares_a_plain_part_makes_a_call_run_eagerly(self) -> None:
+        cache, qkv = self.packed_stack(), torch.randn(3, 1, HEADS, 1, HEAD_DIM)
+        assert not shares_plain_part([cache, *qkv, torch.empty(0), torch.empty(0), 5])
+        assert not shares_plain_part([cache, cache[1]])  # a packed layer
+        for other in (cache[0, 0], cache[0], cache[0, 1][..., :3]):
+            assert shares_plain_part([cache, other])
 
     def test_a_copy_of_a_part_is_no_part(self) -> None:
         cache, args = self.packed_stack(), self.arguments(1)
