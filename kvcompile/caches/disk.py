@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -40,18 +41,21 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, header: dict[str, str]
 def write_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file atomically: ``write`` makes it under another name, and it is renamed after a flush to the disk.
 
+    No error follows the rename, so an error means that the earlier file is still there.
+
     Raises:
         OSError: the file cannot be written. The error names ``path``, whatever the other name is.
     """
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
             complete, mode = Path(folder, "complete"), Path(folder, "mode")
             write(complete)
             mode.touch()
             complete.chmod(stat.S_IMODE(mode.stat().st_mode))  # the umask's mode; safetensors makes private files
             _flush(complete)
             complete.replace(path)
-            _flush(path.parent)
+            with contextlib.suppress(OSError):  # some file systems cannot flush a folder
+                _flush(path.parent)
     except OSError as error:
         if error.filename is None:
             raise

@@ -7,6 +7,7 @@ deleted afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -259,7 +260,10 @@ def _write_part(tensors: dict[str, Tensor], path: Path, save: str, ranks: Ranks)
 
 
 def _write_index(index: dict[str, Any], folder: Path) -> None:
-    """Replace the index, and delete the files of the save that it described before."""
+    """Replace the index, and delete the files of the save that it described before.
+
+    No error follows the replacement: the ranks delete the files of this save after an error.
+    """
     for entry in index["files"]:
         path = folder / entry["name"]
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
@@ -271,4 +275,5 @@ def _write_index(index: dict[str, Any], folder: Path) -> None:
     index["digest"] = digests.of_header(index)
     write_file(folder / INDEX, lambda path: path.write_text(json.dumps(index, indent=1), encoding="utf-8"))
     for name in earlier:
-        (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -107,6 +107,10 @@ def _addresses(whole: Tensor, tensors: Sequence[Tensor]) -> list[int]:
     return result
 
 
+_Known: TypeAlias = tuple[list[int], dict[int, weakref.ref[Tensor]]]
+"""The addresses of all parameters at the last call that moved some, and the tensors that hold them."""
+
+
 class AdjacentParameters:
     """The parameters that one compiled graph takes as tensors which hold several."""
 
@@ -114,8 +118,7 @@ class AdjacentParameters:
         """Takes the inputs whose place such a tensor takes, each with the positions of its parameters."""
         self._groups = groups
         self._places = [place for group in groups.values() for place in group]
-        self._addresses: list[int] = []
-        self._known: dict[int, weakref.ref[Tensor]] = {}
+        self._known: _Known = [], {}
         self._copies: dict[int, Tensor] = {}
         self._noted: set[str] = set()
 
@@ -124,9 +127,9 @@ class AdjacentParameters:
 
         If all parameters have the addresses of an earlier call, they lie in the same tensors.
         """
-        addresses = [args[place].data_ptr() for place in self._places]
-        wholes = {first: known() for first, known in self._known.items()}
-        if addresses != self._addresses or any(whole is None for whole in wholes.values()):
+        addresses, known = self._known  # read at once: another thread may replace it
+        wholes = {first: whole() for first, whole in known.items()}
+        if addresses != self._addresses(args) or any(whole is None for whole in wholes.values()):
             with _moving:
                 wholes = self._moved(args)
         for first, whole in wholes.items():
@@ -145,9 +148,12 @@ class AdjacentParameters:
             else:
                 wholes[first] = copies[first] = self._copy(first, tensors, reason)
         self._copies = copies
-        self._known = {first: weakref.ref(whole) for first, whole in wholes.items() if whole is not None}
-        self._addresses = [] if copies else [args[place].data_ptr() for place in self._places]
+        known = {first: weakref.ref(whole) for first, whole in wholes.items() if whole is not None}
+        self._known = [] if copies else self._addresses(args), known
         return wholes
+
+    def _addresses(self, args: Sequence[Any]) -> list[int]:
+        return [args[place].data_ptr() for place in self._places]
 
     def _copy(self, first: int, tensors: Sequence[Tensor], reason: str) -> Tensor:
         """A copy of a group, at the same address at every call."""

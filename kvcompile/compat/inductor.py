@@ -5,8 +5,7 @@ There is no fallback: the backend needs them to compile a graph.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch._inductor
@@ -20,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from kvcompile.compat.loop_tails import complete_loops
+from kvcompile.compat.replaced import ReplacedInside
 
 
 def compile_fx(gm: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
@@ -33,13 +33,11 @@ def can_call_subgraphs() -> bool:
     return not (torch._inductor.config.cpp_wrapper or getattr(torch._inductor.config, "fx_wrapper", False))
 
 
-@contextlib.contextmanager
-def views_by_method() -> Iterator[None]:
+def _views_by_method() -> Callable[[], None]:
     """Generated Python code views a tensor in a dtype of another size by calling ``torch.Tensor.view``.
 
     Inductor calls an operator for such a view, which takes 6 us on a CPU, three times as long. The operator stays where
-    the nodes of Inductor differ from the nodes known here. Dynamo compiles one graph at a time, so threads do not
-    disturb each other.
+    the nodes of Inductor differ from the nodes known here.
     """
     view = torch.ops.aten.view.dtype
     lower = lowerings[view]
@@ -52,11 +50,14 @@ def views_by_method() -> Iterator[None]:
                 kernel.python_kernel_name = "torch.Tensor.view"
         return result
 
-    lowerings[view] = lower_view
-    try:
-        yield
-    finally:
+    def restore() -> None:
         lowerings[view] = lower
+
+    lowerings[view] = lower_view
+    return restore
+
+
+views_by_method = ReplacedInside(_views_by_method)
 
 
 def aoti_compile_and_package(exported: ExportedProgram, path: str, metadata: Mapping[str, str]) -> None:

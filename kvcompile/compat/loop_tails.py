@@ -5,8 +5,7 @@ There is no fallback: generated code would leave elements of its results unwritt
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -14,14 +13,15 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.ir import ComputedBuffer
 from torch.utils._sympy.functions import FloorDiv
 
+from kvcompile.compat.replaced import ReplacedInside
 
-@contextlib.contextmanager
-def complete_loops() -> Iterator[None]:
+
+def _complete_loops() -> Callable[[], None]:
     """Inductor splits a loop in C++ code only if the split leaves no remainder.
 
     To remove a division of a loop variable by 32, Inductor splits the loop into two. The inner one has 32 iterations.
     With 50 iterations before, it then drops the last 18, and their results are uninitialized memory
-    (pytorch/pytorch#195582). Dynamo compiles one graph at a time, so threads do not disturb each other.
+    (pytorch/pytorch#195582).
     """
     scheduling: Any = CppScheduling
     split = scheduling.try_loop_split
@@ -29,11 +29,14 @@ def complete_loops() -> Iterator[None]:
     def split_without_remainder(self: CppScheduling, nodes: list[Any]) -> list[Any]:
         return nodes if any(map(_has_remainder, nodes)) else split(self, nodes)
 
-    scheduling.try_loop_split = split_without_remainder
-    try:
-        yield
-    finally:
+    def restore() -> None:
         scheduling.try_loop_split = split
+
+    scheduling.try_loop_split = split_without_remainder
+    return restore
+
+
+complete_loops = ReplacedInside(_complete_loops)
 
 
 def _has_remainder(node: Any) -> bool:

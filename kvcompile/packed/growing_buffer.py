@@ -5,6 +5,9 @@ longer cache shares the storage of the shorter one. Two cases copy instead, so t
 that does not start at the fill mark (:meth:`GrowingBuffer.copy_of`), and a write to a token that another cache of the
 same storage can see (:meth:`Lineage.make_exclusive`).
 
+A compiled function may return a view of its input. PyTorch makes such a view from its bytes alone, so the storage has
+to tell its cache (:func:`lineage_at`).
+
 Caches with a residual also share the entries for recent tokens. When a longer cache fills its last blocks, a shorter
 cache may read its own last tokens quantized, as a longer cache does.
 """
@@ -20,6 +23,9 @@ from torch import Tensor
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, growing_blocks
 
 _claiming = threading.Lock()
+
+_buffers: weakref.WeakValueDictionary[int, GrowingBuffer] = weakref.WeakValueDictionary()
+"""The live buffers by the address of their storage. A buffer keeps its storage, so an address here is not reused."""
 
 
 def capacity_blocks(num_tokens: int) -> int:
@@ -43,6 +49,8 @@ class GrowingBuffer:
         self.fill = fill
         self.header_blocks = header_blocks
         self.lineages: weakref.WeakSet[Lineage] = weakref.WeakSet()
+        if address := storage.untyped_storage().data_ptr():
+            _buffers[address] = self
 
     @classmethod
     def copy_of(cls, data: Tensor, fill: int, header_blocks: int = 0) -> GrowingBuffer:
@@ -80,16 +88,42 @@ class Lineage:
     Attributes:
         buffer: the buffer that holds its tokens now.
         end: position in the buffer after its last token.
+        is_known: whether it is known which cache this is; False for a view that :func:`lineage_at` found in the storage
+            of several caches.
     """
 
-    def __init__(self, buffer: GrowingBuffer, end: int) -> None:
+    def __init__(self, buffer: GrowingBuffer, end: int, is_known: bool = True) -> None:
         self.buffer = buffer
         self.end = end
+        self.is_known = is_known
         buffer.lineages.add(self)
 
     def make_exclusive(self) -> None:
-        """Moves this cache to its own storage if another cache shares it, so that no other cache sees a write."""
-        if len(self.buffer.lineages) > 1:
+        """Moves this cache to its own storage if another cache shares it, so that no other cache sees a write.
+
+        Raises:
+            NotImplementedError: the storage has a view of an unknown cache, which may have to see the write.
+        """
+        sharing = list(self.buffer.lineages)
+        if len(sharing) > 1:
+            if not all(lineage.is_known for lineage in sharing):
+                raise NotImplementedError(
+                    "a write in place to a growing packed cache that shares its storage with other caches and with a "
+                    "view that a compiled function returned; clone the view, or return a copy from the function"
+                )
             self.buffer.lineages.discard(self)
             self.buffer = GrowingBuffer.copy_of(self.buffer.storage, self.end, self.buffer.header_blocks)
             self.buffer.lineages.add(self)
+
+
+def lineage_at(data: Tensor) -> Lineage | None:
+    """The cache of a view that a compiled function returned; None if ``data`` lies in no growing buffer.
+
+    If several caches share the buffer, the view may belong to any of them, and it gets a lineage of its own. It can be
+    read and appended to. A write in place to it, or to a cache of this buffer, is an error while both are in use.
+    """
+    buffer = _buffers.get(data.untyped_storage().data_ptr())
+    if buffer is None:
+        return None
+    sharing = list(buffer.lineages)
+    return sharing[0] if len(sharing) == 1 else Lineage(buffer, buffer.fill, is_known=False)

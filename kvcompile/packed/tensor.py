@@ -28,7 +28,7 @@ from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, n
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed, with_new_tokens
 from kvcompile.packed.cache_meta import CacheMeta
 from kvcompile.packed.code_digest import code_digest
-from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
+from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks, lineage_at
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tokens import ExactTokens, pack, read_packed
 from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
@@ -454,8 +454,10 @@ class PackedTensor(PackedSubclass):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: CacheMeta, size: Any, stride: Any) -> PackedTensor:
-        # No lineage, because a graph may return a view of its input. The cache is copied before it grows.
-        return PackedTensor(inner["inner_packed"], context, size, stride)
+        data = inner["inner_packed"]
+        # A compiled function may return a view of its input, which shares writes with the cache that it belongs to.
+        lineage = lineage_at(data) if context.growing and not is_traced(data) else None
+        return PackedTensor(data, context, size, stride, lineage)
 
     def _stable_hash_for_caching(self) -> str:
         """The key of this input in AOTAutograd's cache of traced graphs. AOTAutograd calls this method."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from typing import Any
 
@@ -13,7 +14,7 @@ from node_by_node import running_node_by_node
 from torch import Tensor
 
 import kvcompile
-from kvcompile.call.adjacent_parameters import adjacent_of, move_together, why_not_adjacent
+from kvcompile.call.adjacent_parameters import AdjacentParameters, adjacent_of, move_together, why_not_adjacent
 from kvcompile.errors import OptionsError
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "seed_without_grad")
@@ -92,6 +93,30 @@ def test_a_weight_that_is_replaced_is_moved_to_the_others(model: Decoder, step: 
     model.key.weight.data = torch.randn_like(model.key.weight)
     check_step(step, model)
     assert are_merged(model)
+
+
+def test_threads_that_call_for_the_first_time_together_get_the_merged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread asks between the moment when the first moves the weights and the moment when it notes that."""
+    parameters = AdjacentParameters({0: (0, 1)})
+    weights = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(2)]
+    expected = torch.cat([weight.detach() for weight in weights])
+    inputs = [list(weights), list(weights)]
+    asked = threading.Event()
+
+    def addresses(args: list[Tensor]) -> list[int]:
+        if args is inputs[1]:
+            asked.set()
+        elif adjacent_of(weights) is not None:
+            second.start()
+            asked.wait(5)
+        return [weight.data_ptr() for weight in args]
+
+    monkeypatch.setattr(parameters, "_addresses", addresses)
+    second = threading.Thread(target=parameters.put, args=(inputs[1],))
+    parameters.put(inputs[0])
+    second.join()
+    for whole, _ in inputs:
+        assert torch.equal(whole, expected)
 
 
 def test_weights_that_another_tensor_uses_stay_apart_and_a_note_says_so(model: Decoder) -> None:

@@ -95,8 +95,10 @@ def foreign_name(node: ast.AST) -> list[str]:
 
 def private_names(path: Path) -> Iterator[str]:
     """The private names of other packages that a file uses, with their lines."""
+    own = set(defined_in(tree_of(path)))
     for node in ast.walk(tree_of(path)):
-        names = [name for name in imported(node) if name.split(".")[0] in PACKAGES] + foreign_name(node)
+        names = [name for name in imported(node) if name.split(".")[0] in PACKAGES]
+        names += [name for name in foreign_name(node) if name not in own]
         for name in names:
             parts = name.split(".")
             is_public = ".".join(parts[:3]) in PUBLIC or name in ("torch._dynamo", "torch._inductor")

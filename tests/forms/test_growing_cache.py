@@ -191,3 +191,41 @@ def test_other_shapes_and_dtypes_are_concatenated_like_plain_caches():
     x = torch.zeros(2, 3, 1, HEAD_DIM, dtype=torch.float64)
     assert torch.equal(torch.cat([cache, x], 2), torch.cat([plain, x], 2))
     assert_same(torch.cat([cache, torch.tensor([])], 2), plain)
+
+
+@pytest.fixture
+def first_five():
+    """A compiled function that returns a view of its input."""
+    torch._dynamo.reset()
+    yield torch.compile(lambda cache: cache[:, :, :5], backend="aot_eager")
+    torch._dynamo.reset()
+
+
+def test_a_view_that_a_compiled_function_returns_shares_writes_with_its_cache_only(first_five):
+    short = pair(INT8, growing=True)
+    view = first_five(short[0]), short[1][:, :, :5]
+    long = append(*short)
+    for part in view:
+        part.zero_()
+    assert_same(*short)
+    for cache in short:
+        cache[:, :, 3:4].copy_(cache[:, :, 8:9])
+    assert_same(*view)
+    assert_same(*short)
+    assert_same(*long)
+
+
+def test_a_write_is_an_error_if_a_compiled_function_returned_a_view_of_one_of_several_caches(first_five):
+    short = pair(INT8, growing=True)
+    long = append(*short)
+    view = first_five(short[0]), short[1][:, :, :5]
+    for cache in (short[0], long[0], view[0]):
+        with pytest.raises(NotImplementedError, match="clone the view"):
+            cache.zero_()
+    for cache in (short, long, view, append(*view), append(*long)):
+        assert_same(*cache)
+    del view
+    for cache in long:
+        cache.zero_()
+    assert_same(*short)
+    assert_same(*long)

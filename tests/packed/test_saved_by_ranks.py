@@ -93,6 +93,7 @@ def test_a_save_that_fails_leaves_nothing_and_one_that_succeeds_replaces_the_las
         assert rank["errors"]["left over"] == ""
         assert rank["errors"]["replaced"] == "True"
         assert rank["errors"]["twice the same"] == ""
+        assert rank["errors"]["a folder that cannot be flushed"] == ""
 
 
 def test_a_save_deletes_only_files_that_ranks_have_written() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from tiny_llama import tiny_llama
 from torch import Tensor
 
 import kvcompile
+from kvcompile.caches import disk
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.stack import PackedStack
@@ -231,6 +233,12 @@ def transformers_cache(folder: Path, grids: dict[tuple[int, int], Grid]) -> dict
     return result
 
 
+def _only_files(path: Path, flush: Callable[[Path], None] = disk._flush) -> None:
+    if path.is_dir():
+        raise OSError(22, "Invalid argument")
+    flush(path)
+
+
 def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -275,6 +283,9 @@ def errors(folder: Path, grids: dict[tuple[int, int], Grid]) -> dict[str, str]:
     result["replaced"] = str(len(list(path.iterdir())) == 5 and not set(first[:-1]) & {f.name for f in path.iterdir()})
     dist.barrier()
     result["twice the same"] = load()
+    dist.barrier()
+    with mock.patch.object(disk, "_flush", _only_files):
+        result["a folder that cannot be flushed"] = save(good) or load()
     own = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
     on_rank_0(lambda: shutil.copy(folder / "first" / first[-2], own[3]))
     result["a file of another save"] = load()
