@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import launch
+from kvcompile.kernels.change_of_basis import MOST_VECTORS, changed
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.kernels.spec.attention import attend_to_vectors
@@ -87,13 +88,13 @@ def attention(
         ).contiguous()  # fmt: skip
     k_plain, v_plain = _plain(key), _plain(value)
     if key.format.is_calibrated:
-        query = _of_query_heads(key.format.query_in_plain(_of_kv_heads(query, num_kv_heads)), query)
+        query = _query_in_plain(key.format, query, num_kv_heads)
     out = launch.attention(
         query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_plain.spec, v_plain.spec,
         v_plain.head_dim, ranges, new_keys=new_keys, new_values=new_values, key_factors=key_factors,
     )  # fmt: skip
     if value.format.is_calibrated:
-        out = _of_query_heads(_with_mean(value.format, _of_kv_heads(out, num_kv_heads)), out)
+        out = _output_from_plain(value.format, out, num_kv_heads)
     return out
 
 
@@ -162,6 +163,9 @@ def _stored(x: Tensor, spec: str, role: str) -> tuple[Tensor, PackedLayout]:
     reason = refusal(layout, layout, has_sinks=False, has_softcap=False)
     if reason is not None:
         raise ValueError(f"kvcompile::store: {layout.description}: {reason}")
+    if _are_few(x, x.shape[1]):
+        layout.format.basis_for(x.shape)
+        return changed(x, layout.format, x.shape[1], "to_stored", "before", torch.float32), _plain(layout)
     is_zero = (x == 0).all(-1, keepdim=True)
     return torch.where(is_zero, 0.0, layout.format.to_plain(x.float())), _plain(layout)
 
@@ -174,6 +178,27 @@ def _with_mean(fmt: Format, x: Tensor) -> Tensor:
     x = x.float()
     original = fmt.from_plain(x)
     return original + torch.where((x != 0).any(-1, keepdim=True), fmt.mean(original), 0.0)
+
+
+def _are_few(x: Tensor, num_kv_heads: int) -> bool:
+    """Whether one kernel changes the basis of vectors [batch, num_heads, q_len, channels]."""
+    return x.shape[0] * x.shape[1] * x.shape[2] <= MOST_VECTORS * num_kv_heads
+
+
+def _query_in_plain(fmt: Format, query: Tensor, num_kv_heads: int) -> Tensor:
+    """Queries [batch, num_heads, q_len, head_dim] as attention on the plain format takes them, in their dtype."""
+    if not fmt.has_matrices:
+        return query
+    if _are_few(query, num_kv_heads):
+        return changed(query, fmt, num_kv_heads, "query", "none", query.dtype)
+    return _of_query_heads(fmt.query_in_plain(_of_kv_heads(query, num_kv_heads)), query)
+
+
+def _output_from_plain(fmt: Format, out: Tensor, num_kv_heads: int) -> Tensor:
+    """The output [batch, num_heads, q_len, channels] of attention on the plain format, in the original basis."""
+    if _are_few(out, num_kv_heads):
+        return changed(out, fmt, num_kv_heads, "from_stored", "after", out.dtype)
+    return _of_query_heads(_with_mean(fmt, _of_kv_heads(out, num_kv_heads)), out)
 
 
 def _of_kv_heads(x: Tensor, num_kv_heads: int) -> Tensor:

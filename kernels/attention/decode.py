@@ -61,6 +61,7 @@ from kvcompile.kernels.attention.softmax_tile import (
     attend_packed,
     capped,
     empty_state,
+    metadata_of_tokens,
     packed_scores,
     token_metadata,
     visible_scores,
@@ -69,7 +70,7 @@ from kvcompile.kernels.attention.splits import out_rows, store_nothing, store_ou
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.tiles.header import block_ptr
-from kvcompile.kernels.tiles.packed import load_packed, prefetch
+from kvcompile.kernels.tiles.packed import load_packed, prefetch, shifts_of_words
 
 
 @jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_whole", "num_splits", "exact_programs"])
@@ -281,13 +282,14 @@ def _attend_to_packed(
         else:
             query = query_of(q, score_scale * key_scale, KEY, NUM_WARPS)
         state = empty_state(ROWS, NUM_WARPS, VALUE)
+        shifts = shifts_of_words(key_ptr, kv_len < 0, KEY), shifts_of_words(value_ptr, kv_len < 0, VALUE)
         for own_tile in tl.range(0, tl.maximum(own_tiles, 0), num_stages=NUM_STAGES):
             tile = first_tile + own_turn(turns, own_tile, split, num_splits, OWN_ITEMS)
             is_whole = (tile * TOKENS >= all_begin) & ((tile + 1) * TOKENS <= all_end)
             state = _attend_to_tile(
-                state, query, tile, is_whole, end, key_ptr, value_ptr, stride_key_block, stride_value_block, softcap,
-                program, factors, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, ROWS,
-                TOKENS, NUM_WARPS, HAS_FACTORS,
+                state, query, tile, is_whole, end, key_ptr, value_ptr, stride_key_block, stride_value_block, shifts,
+                softcap, program, factors, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL,
+                PRECISION, ROWS, TOKENS, NUM_WARPS, HAS_FACTORS,
             )  # fmt: skip
         store_output(state, outputs[0], outputs[1], out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
     if OWN_ITEMS > 0 and split < OWN_ITEMS:
@@ -300,8 +302,8 @@ def _attend_to_packed(
 
 @jit
 def _attend_to_tile(
-    state, query, tile, is_whole, end, key_ptr, value_ptr, stride_key_block, stride_value_block, softcap, program,
-    factors, KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    state, query, tile, is_whole, end, key_ptr, value_ptr, stride_key_block, stride_value_block, shifts, softcap,
+    program, factors, KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, NUM_WARPS: tl.constexpr, HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
@@ -320,8 +322,8 @@ def _attend_to_tile(
     value_tile_ptr = block_ptr(value_ptr, stride_value_block, first_block, VALUE)
     # The first block of a visible tile exists.
     tokens_left = TOKENS if KEY.block_tokens == TOKENS else program[5] - tile * TOKENS
-    keys = load_packed(key_tile_ptr, stride_key_block, tokens_left, KEY, TOKENS)
-    values = load_packed(value_tile_ptr, stride_value_block, tokens_left, VALUE, TOKENS)
+    keys = load_packed(key_tile_ptr, stride_key_block, tokens_left, shifts[0], KEY, TOKENS)
+    values = load_packed(value_tile_ptr, stride_value_block, tokens_left, shifts[1], VALUE, TOKENS)
     if HAS_FACTORS:
         token = tile * TOKENS + tl.arange(0, TOKENS)
         scores = scores_with_factors(keys, query, factors, token, program[5], KEY, PRECISION, TOKENS)
@@ -329,7 +331,7 @@ def _attend_to_tile(
         scores = packed_scores(keys, query, KEY, PRECISION, TOKENS, NUM_WARPS)
     if HAS_SOFTCAP:
         scores = capped(scores, softcap)
-    scale, zero = token_metadata(values, VALUE, TOKENS)
+    scales, zero = token_metadata(values, VALUE, TOKENS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     in_cache = token < end
     if not is_whole:
@@ -337,7 +339,7 @@ def _attend_to_tile(
             in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, KEY, VALUE, TOKENS)
         visibility = rows_of_program(program, GROUP_SIZE, MASK, IS_CAUSAL, ROWS)[5]
         scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
-        scale, zero = tl.where(in_cache, scale, 1.0), tl.where(in_cache, zero, 0.0)
+        scales, zero = metadata_of_tokens(scales, zero, in_cache)
     return attend_packed(
-        state, scores, values, scale, zero, in_cache, is_whole, KEY, VALUE, MASK == "float", PRECISION, NUM_WARPS
+        state, scores, values, scales, zero, in_cache, is_whole, KEY, VALUE, MASK == "float", PRECISION, NUM_WARPS
     )

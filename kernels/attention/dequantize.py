@@ -84,7 +84,7 @@ def _dequantize_block(
 ):  # fmt: skip
     """Dequantize the tokens of a packed block."""
     ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
-    packed, scale, zero = load_packed(ptr, stride_block, tokens_left, OPERAND, OPERAND.block_tokens)
+    packed, scale, zero = load_packed(ptr, stride_block, tokens_left, (), OPERAND, OPERAND.block_tokens)
     levels = unpack(packed, OPERAND)
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     if OPERAND.rotated:

@@ -308,7 +308,7 @@ def _attend_to_rows(
     if not is_whole:
         scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
         levels = levels_of_tokens(levels, in_cache)
-    unused = tl.full([TOKENS], 1.0, tl.float32)
+    unused = tl.full([TOKENS], 0.0, tl.float32)
     maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
         state, scores, unused, unused, EXACT_KEY, EXACT_VALUE, MASK == "float", NUM_WARPS
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from kvcompile.kernels.attention.query import columns_of, first_columns, in_digits, scores_of_digits
+from kvcompile.kernels.formats.lloyd_max import log2_scales_of_bytes
 from kvcompile.kernels.lang.tiles import exp2_of_each, log2, transposed
-from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.levels import integers_of_bytes, unpack
 from kvcompile.kernels.tiles.packed import groups_of_plane, has_several_scales, has_zeros_of_groups, in_group
+
+LEAST_SCALE = constant(2.0**-60)
 
 
 @jit
@@ -20,7 +23,7 @@ def packed_scores(
         scores = scores_of_digits(integers_of_bytes(packed, KEY), query, KEY)
     else:
         if has_several_scales(KEY):
-            products = _scaled_products_of(unpack(packed, KEY), scale, q_planes, KEY, PRECISION)
+            products = _scaled_products_of(unpack(packed, KEY), scale, q_planes, factor.shape[0], KEY, PRECISION)
         elif KEY.granularity != "channel":
             products = products_of(unpack(packed, KEY), q_planes, KEY, PRECISION)
         elif KEY.block_tokens < TOKENS or NUM_WARPS == 1:
@@ -51,31 +54,44 @@ def products_of(levels, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @jit
-def _scaled_products_of(levels, scale, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
-    """``sum of scale * (level . q)`` over planes or groups with separate scales, float32 [tokens, rows]."""
-    products = _scaled_products_of_plane(levels[0], scale, q_planes[0], 0, KEY, PRECISION)
-    OTHER_PLANES: tl.constexpr = KEY.num_planes - 1
-    for plane in tl.static_range(OTHER_PLANES):
-        products += _scaled_products_of_plane(levels[plane + 1], scale, q_planes[plane + 1], plane + 1, KEY, PRECISION)
+def _scaled_products_of(
+    levels, scale, q_planes, ROWS: tl.constexpr, KEY: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """``sum of scale * (level . q)`` over planes or groups with separate scales, float32 [tokens, ROWS]."""
+    products = tl.full([levels[0].shape[0], ROWS], 0.0, tl.float32)
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        products = _add_scaled_products(products, levels[plane], scale, q_planes[plane], plane, KEY, PRECISION)
     return products
 
 
 @jit
-def _scaled_products_of_plane(level, scale, q, PLANE: tl.constexpr, KEY: tl.constexpr, PRECISION: tl.constexpr):
-    """``scale * (level . q)`` for a plane, summed over its groups, float32 [tokens, rows].
+def _add_scaled_products(
+    products, level, scale, q, PLANE: tl.constexpr, KEY: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Add ``scale * (level . q)`` of a plane, summed over its groups, to ``products``, float32 [tokens, rows].
 
     If a plane has several groups, its levels are multiplied by the query of each group, which is 0 elsewhere.
     """
     GROUPS: tl.constexpr = groups_of_plane(KEY, PLANE)
-    if len(GROUPS) == 1:
-        products = tl.dot(level, q, input_precision=PRECISION) * scale[GROUPS[0]][:, None]
-    else:
-        column = tl.arange(0, KEY.padded_width)[:, None]
-        products = tl.full([level.shape[0], q.shape[1]], 0.0, tl.float32)
-        for i in tl.static_range(len(GROUPS)):
-            q_of_group = tl.where(in_group(column, PLANE, GROUPS[i], KEY), q, 0.0).to(q.dtype)
-            products += tl.dot(level, q_of_group, input_precision=PRECISION) * scale[GROUPS[i]][:, None]
+    ROWS: tl.constexpr = products.shape[1]
+    column = tl.arange(0, KEY.padded_width)[:, None]
+    for i in tl.static_range(len(GROUPS)):
+        of_group = q
+        if len(GROUPS) > 1:
+            of_group = tl.where(in_group(column, PLANE, GROUPS[i], KEY), q, 0.0).to(q.dtype)
+        product = first_columns(tl.dot(level, of_group, input_precision=PRECISION), ROWS)
+        own = _scale_of(scale[GROUPS[i]], KEY)
+        products = tl.fma(product, tl.broadcast_to(own[:, None], product.shape), products)
     return products
+
+
+@jit
+def _scale_of(scale, OPERAND: tl.constexpr):
+    """Scales of groups unchanged, and scales of planes from their bytes, float32 [tokens]."""
+    if OPERAND.granularity == "plane":
+        scale = exp2_of_each(log2_scales_of_bytes(scale, OPERAND), OPERAND.ptx > 0)
+    return scale
 
 
 @jit
@@ -289,47 +305,70 @@ def empty_state(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, VALUE: tl.constexpr
 
 @jit
 def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
-    """Scales and zero points per token of a tile of packed values, [tokens]; arbitrary if the format has none."""
+    """Scales of a tile of packed values, a tuple of [tokens], and zero points, [tokens].
+
+    Scales of planes are bytes. If tokens have no scales, or no zero points, these are 1 and 0.
+    """
     _, scale, zero = values
     if has_several_scales(VALUE):
-        scale = _largest_scale(scale, VALUE)
-        zero = scale
-    elif VALUE.granularity != "token":
-        scale = tl.full([TOKENS], 1.0, tl.float32)
-        zero = scale
-    return scale, zero
+        scales = scale
+        zero = tl.full([TOKENS], 0.0, tl.float32)
+    elif VALUE.granularity == "token":
+        scales = (scale,)
+    else:
+        scales = (tl.full([TOKENS], 1.0, tl.float32),)
+        zero = tl.full([TOKENS], 0.0, tl.float32)
+    return scales, zero
 
 
 @jit
-def _largest_scale(scale, VALUE: tl.constexpr):
-    """The largest scale of a vector that has several, [tokens]."""
-    largest = scale[0]
-    OTHER_SCALES: tl.constexpr = VALUE.num_scales - 1
+def metadata_of_tokens(scales, zero, in_cache):
+    """The results of :func:`token_metadata`, but 1 and 0 for tokens that are not ``in_cache``."""
+    result = ()
+    NUM_SCALES: tl.constexpr = len(scales)
+    for i in tl.static_range(NUM_SCALES):
+        result = result + (tl.where(in_cache, scales[i], 1).to(scales[i].dtype),)  # noqa: RUF005
+    return result, tl.where(in_cache, zero, 0.0)
+
+
+@jit
+def _largest_scale_log2(scales, VALUE: tl.constexpr):
+    """The base-2 logarithm of the largest scale of a vector, [tokens].
+
+    A scale of zero (a vector of zeros) has no logarithm. 2**-60 is negligible beside other scales.
+    """
+    largest = scales[0]
+    OTHER_SCALES: tl.constexpr = len(scales) - 1
     for i in tl.static_range(OTHER_SCALES):
-        largest = tl.maximum(largest, scale[i + 1], propagate_nan=tl.PropagateNan.ALL)
-    return largest
+        largest = tl.maximum(largest, scales[i + 1], propagate_nan=tl.PropagateNan.ALL)
+    if VALUE.granularity == "plane":
+        x = tl.maximum(log2_scales_of_bytes(largest, VALUE), -60.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        x = log2(tl.where(largest < LEAST_SCALE, LEAST_SCALE, largest), VALUE.unpack_ptx is not None)
+    return x
 
 
 @jit
 def attend_packed(
-    state, scores, values, scale, zero, in_cache, is_whole,
+    state, scores, values, scales, zero, in_cache, is_whole,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """The state (maximum, scale_maximum, p_sum, zero_sum, accs) after one more tile of packed values.
 
-    ``scores`` are the results of :func:`visible_scores` unless the tile ``is_whole``. ``scale`` and ``zero`` are the
+    ``scores`` are the results of :func:`visible_scores` unless the tile ``is_whole``. ``scales`` and ``zero`` are the
     results of :func:`token_metadata`, and 1 and 0 for tokens that are not ``in_cache``.
     """
+    largest_log2 = _largest_scale_log2(scales, VALUE)
     if has_zeros_of_groups(VALUE):
         zero = _zeros_of_tokens(values[2], in_cache, VALUE)
     maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
-        state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
+        state, scores, largest_log2, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
     )
     levels = value_levels(values[0], VALUE)
     if VALUE.code_dtype != tl.uint8 and not is_whole:
         levels = levels_of_tokens(levels, in_cache)
     if has_several_scales(VALUE):
-        accs = _accumulate_planes(state[4], levels, weight, values[1], in_cache, decay, VALUE, PRECISION)
+        accs = _accumulate_planes(state[4], levels, weight, scales, largest_log2, decay, VALUE, PRECISION)
     else:
         accs = accumulate(state[4], levels, weight, decay, VALUE, PRECISION)
     return maximum, scale_maximum, p_sum, zero_sum, accs
@@ -346,13 +385,13 @@ def value_levels(packed, VALUE: tl.constexpr):
 
 @jit
 def weigh(
-    state, scores, scale, zero,
+    state, scores, scale_log2, zero,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """The softmax weights of one more tile.
 
     Tokens with a score of -inf get no weight. Tokens beyond the cache have this score, with a scale of 1 and a zero
-    point of 0.
+    point of 0. ``scale_log2`` is log2 of the scale of each token, or of its largest scale, [tokens].
 
     Scores and log2 of scales are added, which loses the scale beside a score of -1e9. With WIDE_SCORES the two have
     separate maxima instead, at the price of one more reduction per tile. Otherwise ``scale_maximum`` is not used.
@@ -365,10 +404,7 @@ def weigh(
     SCALED: tl.constexpr = weighs_scales(VALUE)
     scale_decay = 0.0
     if SCALED:
-        # A scale of zero (a vector of zeros) has no logarithm. 2**-60 is negligible beside other scales.
-        HAS_PTX: tl.constexpr = VALUE.unpack_ptx is not None
-        scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), HAS_PTX)
-        scale_inverse = exp2_of_each(-scale_log2, HAS_PTX)
+        scale_inverse = exp2_of_each(-scale_log2, VALUE.unpack_ptx is not None)
         if WIDE_SCORES:
             new_scale_maximum = tl.maximum(scale_maximum, tl.max(scale_log2, 0))
             relative_scale = scale_log2 - new_scale_maximum + 15.0
@@ -434,40 +470,40 @@ def accumulate(accs, levels, weight, decay, VALUE: tl.constexpr, PRECISION: tl.c
 
 
 @jit
-def _accumulate_planes(accs, levels, weight, scale, in_cache, decay, VALUE: tl.constexpr, PRECISION: tl.constexpr):
+def _accumulate_planes(
+    accs, levels, weight, scales, largest_log2, decay, VALUE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """:func:`accumulate` for planes or groups with separate scales. The weights contain the largest of these scales."""
-    largest = _largest_scale(scale, VALUE)
-    inverse = 1.0 / tl.where(largest == 0, 1.0, largest)
+    inverse = exp2_of_each(-largest_log2, VALUE.unpack_ptx is not None)
     new_accs = ()
     NUM_PLANES: tl.constexpr = VALUE.num_planes
     decay = columns_of(decay[None, :], accs[0].shape[1])
     for plane in tl.static_range(NUM_PLANES):
-        product = _weighed_plane(levels[plane], weight, scale, inverse, in_cache, plane, VALUE, PRECISION)
+        product = _weighed_plane(levels[plane], weight, scales, inverse, plane, VALUE, PRECISION)
         new_accs = new_accs + (tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product),)  # noqa: RUF005
     return new_accs
 
 
 @jit
 def _weighed_plane(
-    level, weight, scale, inverse, in_cache, PLANE: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr
+    level, weight, scales, inverse, PLANE: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """The product of a plane with weights that are multiplied by ``scale * inverse``, [width, columns].
+    """The product of a plane with weights that are multiplied by its scale and by ``inverse``, [width, columns].
 
     If a plane has several groups, its levels are multiplied by the weights of each group.
     """
     GROUPS: tl.constexpr = groups_of_plane(VALUE, PLANE)
-    product = _product_of_scale(level, weight, scale[GROUPS[0]] * inverse, in_cache, PRECISION)
+    product = _product_of_scale(level, weight, _scale_of(scales[GROUPS[0]], VALUE) * inverse, PRECISION)
     column = tl.arange(0, VALUE.padded_width)[:, None]
     for i in tl.static_range(1, len(GROUPS)):
-        other = _product_of_scale(level, weight, scale[GROUPS[i]] * inverse, in_cache, PRECISION)
+        other = _product_of_scale(level, weight, _scale_of(scales[GROUPS[i]], VALUE) * inverse, PRECISION)
         product = tl.where(in_group(column, PLANE, GROUPS[i], VALUE), other, product)
     return product
 
 
 @jit
-def _product_of_scale(level, weight, relative, in_cache, PRECISION: tl.constexpr):
+def _product_of_scale(level, weight, relative, PRECISION: tl.constexpr):
     """The product of levels [width, tokens] with weights that are multiplied by ``relative``, [tokens]."""
-    relative = tl.where(in_cache, relative, 0.0)  # bytes that were never written may be NaN
     weight = (weight.to(tl.float32) * relative[:, None]).to(weight.dtype)
     weight = columns_of(weight, max(8, weight.shape[1]))
     return tl.dot(level, weight, input_precision=PRECISION)

@@ -215,6 +215,12 @@ HOPPER_UNEQUAL: dict[int, AttentionConfig] = {
     16: AttentionConfig(16, 64, num_warps=2, num_stages=2, programs_per_sm=4),
 }
 """By the most rows, up to 128 channels, for planes of unequal bits. More registers are needed: 128 tokens spill."""
+HOPPER_WORDS: dict[int, AttentionConfig] = {
+    4: AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=248, programs_per_sm=8),
+    8: AttentionConfig(8, 64, num_warps=1, num_stages=3, max_registers=248, programs_per_sm=8),
+    16: HOPPER_UNEQUAL[16],
+}
+"""Like HOPPER_UNEQUAL, for keys and values in words."""
 HOPPER_UNEQUAL_BESIDE_8_BITS = AttentionConfig(8, 64, num_warps=2, num_stages=2, programs_per_sm=3)
 """For up to 8 rows."""
 
@@ -274,6 +280,8 @@ def tuned_config(
     if has_unequal_planes(key, value):
         if channels > 128 or max(codes) > 8:
             return None
+        if max(codes) == 0:
+            return HOPPER_WORDS[4 if rows <= 4 else 8 if rows <= 8 else 16]
         if max(codes) <= 4:
             return HOPPER_UNEQUAL[8 if rows <= 8 else 16]
         return HOPPER_UNEQUAL_BESIDE_8_BITS if rows <= 8 else None

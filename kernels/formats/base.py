@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import abc
 import struct
+from collections.abc import Sequence
 from typing import Literal
 
 import sympy
@@ -249,15 +250,24 @@ class Format(abc.ABC):
         Raises:
             ValueError: the format has no basis, or a basis for another number of heads or channels.
         """
+        known = self.basis_for(x.shape)
+        return bases.mean_of(x, self.basis).view(known.num_heads, *[1] * (x.dim() - 3), known.head_dim)
+
+    def basis_for(self, shape: Sequence[int]) -> bases.Basis:
+        """The basis of a calibrated format, for vectors [batch, num_kv_heads, ..., head_dim].
+
+        Raises:
+            ValueError: the format has no basis, or a basis for another number of heads or channels.
+        """
         if not self.basis:
             raise ValueError(f"{self.name} has no calibration; name a transforms file in the policy")
         known = bases.find(self.basis)
-        if tuple(x.shape[1 :: x.dim() - 2]) != (known.num_heads, known.head_dim):
+        if (shape[1], shape[-1]) != (known.num_heads, known.head_dim):
             raise ValueError(
                 f"{self.name} was calibrated for {known.num_heads} KV heads of {known.head_dim} channels, but the "
-                f"vectors are {list(x.shape)}"
+                f"vectors are {list(shape)}"
             )
-        return bases.mean_of(x, self.basis).view(known.num_heads, *[1] * (x.dim() - 3), known.head_dim)
+        return known
 
     @property
     def num_basis_heads(self) -> int | None:

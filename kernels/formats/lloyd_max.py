@@ -156,6 +156,27 @@ def scales_of_bytes(byte, OPERAND: tl.constexpr):
     return tl.where(byte == 0, 0.0, scale)
 
 
+@jit
+def log2_scales_of_bytes(byte, OPERAND: tl.constexpr):
+    """The base-2 logarithm of :func:`scale_of_byte` of a tile, int32; -inf for a scale of zero, and NaN for NaN.
+
+    The inline PTX puts a byte into the exponent of a float32 number, and 1 into its mantissa. The logarithm of this
+    number is -inf for 0, NaN for 255, and ``byte - 127`` for all others.
+    """
+    if OPERAND.ptx > 0:
+        y = tl.inline_asm_elementwise(
+            "{.reg .b32 x; shl.b32 x, $1, 23; or.b32 x, x, 1; lg2.approx.ftz.f32 $0, x;}", "=f,r", [byte],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        STEP: tl.constexpr = 1 / OPERAND.codec.constants.steps
+        x = tl.fma(y, STEP, (127 - OPERAND.codec.constants.one) * STEP)
+    else:
+        x = (byte.to(tl.float32) - OPERAND.codec.constants.one) / OPERAND.codec.constants.steps
+        x = tl.where(byte == OPERAND.codec.constants.nan, float("nan"), x)
+        x = tl.where(byte == 0, float("-inf"), x)
+    return x
+
+
 class LloydMax(Format):
     """A format of Lloyd-Max codes of different widths.
 

@@ -2,8 +2,9 @@
 
 The bits of a plane are collected in the bytes of one register, a code in each byte. The lowest three bits of four codes
 then make one selector of ``PRMT``, which picks four bytes from a table of eight: once for the high bytes of the levels,
-and once for the low bytes. Codes of up to three bits are looked up with their signs. Wider codes are looked up in
-several tables of magnitudes, between which their further bits choose; their signs are applied last.
+and once for the low bytes. Codes of two and three bits are looked up with their signs. Wider codes are looked up in
+several tables of magnitudes, between which their further bits choose; their signs are applied last. A code of one bit
+is a sign, and needs no table.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ def halves_of_words(packing: WordPacking, levels: Sequence[Sequence[float]]) -> 
             tiles.append((register, first + begin, min(bits, 8)))
         first += bits
     for plane, ((shift_of_plane, bits), numbers) in enumerate(zip(packing.fields, levels, strict=True)):
-        code = _collect(writer, tiles, shift_of_plane, bits)
-        _look_up(writer, code, bits, numbers, plane)
+        if bits == 1:
+            _apply_signs(writer, tiles, shift_of_plane, numbers[0], plane)
+        else:
+            code = _collect(writer, tiles, shift_of_plane, bits)
+            _look_up(writer, code, bits, numbers, plane)
     return writer.text
 
 
@@ -91,6 +95,23 @@ def _collect(writer: _Writer, tiles: Sequence[tuple[str, int, int]], shift: int,
     return code
 
 
+def _apply_signs(writer: _Writer, tiles: Sequence[tuple[str, int, int]], shift: int, level: float, plane: int) -> None:
+    """The levels of codes of one bit, which is the sign of ``level``."""
+    register, first = next((name, first) for name, first, count in tiles if first <= shift < first + count)
+    signs = writer.new()
+    writer.add(f"shl.b32 {signs}, {register}, {7 - (shift - first)};")
+    both = 0x10001 * _half(level)
+    for i, selector in enumerate(("0x1404", "0x3424")):  # two of its bytes become the high bytes of two numbers
+        moved = writer.new()
+        writer.add(f"prmt.b32 {moved}, {signs}, 0, {selector};")
+        writer.add(f"lop3.b32 ${2 * plane + i}, {moved}, 0x80008000, 0x{both:08x}, 0x6a;")  # (moved & 0x8000...) ^ both
+
+
+def _half(number: float) -> int:
+    """The bits of an fp16 number."""
+    return int(struct.unpack("<H", struct.pack("<e", number))[0])
+
+
 def _look_up(writer: _Writer, code: str, bits: int, levels: Sequence[float], plane: int) -> None:
     """Look up the levels of the codes in the bytes of a register."""
     has_sign = bits > 3  # otherwise the tables have all levels
@@ -103,7 +124,7 @@ def _look_up(writer: _Writer, code: str, bits: int, levels: Sequence[float], pla
     writer.add(f"shr.u32 {upper}, {index}, 4;")
     writer.add(f"or.b32 {both}, {index}, {upper};")  # two codes in the nibbles of bytes 0 and 2
     writer.add(f"prmt.b32 {selector}, {both}, {both}, 0x2020;")
-    halves = [struct.unpack("<H", struct.pack("<e", number))[0] for number in numbers]
+    halves = [_half(number) for number in numbers]
     high = _of_tables(writer, code, selector, [half >> 8 for half in halves])
     low = _of_tables(writer, code, selector, [half & 0xFF for half in halves])
     if has_sign:

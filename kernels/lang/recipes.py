@@ -6,7 +6,8 @@ dtype, device, alignment), and never on the values in tensors. The second call w
 recorded. Later calls make the same tensors and launch the same kernels with their own addresses.
 
 A call is not repeated if it does anything else, such as a matrix product of PyTorch: during a recording, functions of
-PyTorch may only make tensors and views, and describe tensors. A recipe holds no tensors.
+PyTorch may only make tensors and views, and describe tensors. A recipe holds no tensors, and only the addresses of
+tensors that are never freed (:func:`keep`).
 """
 
 from __future__ import annotations
@@ -51,18 +52,27 @@ _DESCRIBES = {
 }
 """The functions of PyTorch that a call with a recipe may use. None reads or writes values, unless a view is a copy."""
 
+_KEPT: dict[int, Tensor] = {}
+"""Tensors that never change and are never freed, by their ids."""
+
 _NEW, _ONCE = object(), object()
 """The entries of arguments without a recipe: never seen, or seen once. None marks a call that cannot be repeated."""
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """``tensor``, which never changes and is never freed from now on. A recipe may hold its address."""
+    _KEPT[id(tensor)] = tensor
+    return tensor
 
 
 class _Place(NamedTuple):
     """An address, ``offset`` bytes after the address of an argument or of a tensor that the call makes.
 
     Attributes:
-        source: the index of the argument, or -1 minus the index of the tensor.
+        source: the index of the argument, or -1 minus the index of the tensor; None if ``offset`` is the address.
     """
 
-    source: int
+    source: int | None
     offset: int
 
 
@@ -107,7 +117,9 @@ class Recipe(NamedTuple):
         ]
         for launch, places, others in self.steps:
             addresses = [
-                (arguments[source] if source >= 0 else new[-1 - source]).data_ptr() + offset
+                offset
+                if source is None
+                else (arguments[source] if source >= 0 else new[-1 - source]).data_ptr() + offset
                 for source, offset in places
             ]
             launch(*addresses, *others)
@@ -144,6 +156,9 @@ class _Recording(TorchFunctionMode):
     def launch(self, launch: Launch) -> None:
         """Launch a kernel, and record the launch."""
         launch.compiled[launch.grid](*launch.tensors, *launch.others)
+        for x in launch.tensors:
+            if id(x) in _KEPT:
+                self._places[id(x)] = _Place(None, x.data_ptr())
         places = [self._places[id(x)] for x in launch.tensors if id(x) in self._places]
         self.can_be_repeated &= len(places) == len(launch.tensors)
         self._devices |= {x.device for x in launch.tensors}
@@ -161,7 +176,8 @@ class _Recording(TorchFunctionMode):
 
     def _index_of(self, result: Tensor) -> int | None:
         """The index of a result among the tensors that the call makes; None if it is another tensor or a view."""
-        index = -1 - self._places.get(id(result), _Place(0, 0)).source
+        source = self._places.get(id(result), _Place(0, 0)).source
+        index = -1 if source is None else -1 - source
         return index if index >= 0 and self._new[index] == _look_of_tensor(result) else None
 
 

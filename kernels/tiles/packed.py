@@ -9,8 +9,8 @@ from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 
 
 @jit
-def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
-    """Load a tile of packed tokens.
+def load_packed(ptr, stride_block, tokens_left, shifts, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """Load a tile of packed tokens. ``shifts`` are the results of :func:`shifts_of_words` in a loop, otherwise empty.
 
     Masks are per block and not per token, because blocks exist as a whole, and masks per token break up wide loads.
 
@@ -20,7 +20,8 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
         Code sections are tiles [tokens, width] of keys or [width, tokens] of values: first the section ``codes``, then
         the high sections as :func:`_load_high_bits` returns them. If planes are loaded in pieces, they are the tiles of
         :func:`_load_pieces`; for words, the tiles of :func:`load_words`. Scales and zero points are float32 [tokens] if
-        they are per token. Per plane or per group they are a tuple with a float32 tile [tokens] for each. Per channel
+        they are per token. Per group they are a tuple with a float32 tile [tokens] for each; per plane, with the bytes
+        of the scales, int32. Per channel
         they are a tuple with a tile [blocks, width] for each plane, in the dtype of the section.
     """
     token = tl.arange(0, TOKENS)
@@ -29,7 +30,7 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
     block_offset = block.to(tl.int64) * stride_block
     column = tl.arange(0, OPERAND.padded_width)
     if OPERAND.low_bits == 0:
-        packed = load_words(ptr, block_offset, row, exists, column, OPERAND)
+        packed = load_words(ptr, block_offset, row, exists, column, shifts, OPERAND)
     elif OPERAND.alternation > 0:
         packed = _load_pieces(ptr, block_offset, row, exists, OPERAND)
     else:
@@ -95,7 +96,7 @@ def _load_pieces(ptr, block_offset, row, exists, OPERAND: tl.constexpr):
 
 
 @jit
-def load_words(ptr, block_offset, row, exists, column, OPERAND: tl.constexpr):
+def load_words(ptr, block_offset, row, exists, column, shifts, OPERAND: tl.constexpr):
     """Load the sections of words: a tile for each byte of a word, and for each section of fewer bits.
 
     Returns:
@@ -106,8 +107,62 @@ def load_words(ptr, block_offset, row, exists, column, OPERAND: tl.constexpr):
     tiles = ()
     NUM_TILES: tl.constexpr = len(tiles_of_words(OPERAND))
     for i in tl.static_range(NUM_TILES):
-        tiles = tiles + _load_word_tile(ptr, block_offset, row, exists, column, i, OPERAND)
+        tiles = tiles + _load_word_tile(ptr, block_offset, row, exists, column, shifts, i, OPERAND)
     return tiles
+
+
+@jit
+def shifts_of_words(ptr, never, OPERAND: tl.constexpr):
+    """For each tile of :func:`tiles_of_words`, the number of bits by which it must be shifted, [1, width] or [width, 1]
+    for values.
+
+    A loop that unpacks words by inline PTX needs them. Triton unpacks a tile in the layout of its product if all its
+    inputs are loaded, and otherwise passes the levels through shared memory. These numbers therefore are the ``other``
+    of a load.
+
+    Args:
+        ptr: any pointer to bytes.
+        never: False, unknown to the compiler.
+    """
+    shifts = ()
+    if OPERAND.low_bits == 0 and OPERAND.unpack_ptx is not None:
+        NUM_TILES: tl.constexpr = len(tiles_of_words(OPERAND))
+        for i in tl.static_range(NUM_TILES):
+            shifts = shifts + (_load_shift(ptr, never, i, OPERAND),)  # noqa: RUF005
+    return shifts
+
+
+@jit
+def _load_shift(ptr, never, TILE: tl.constexpr, OPERAND: tl.constexpr):
+    """One of the results of :func:`shifts_of_words`.
+
+    Fewer numbers are loaded than a warp has threads. Triton otherwise keeps the layout of this load, instead of the
+    layout of the products.
+    """
+    EQUAL: tl.constexpr = _equal_shifts(TILE, OPERAND)
+    shift = _shift_of_tile(EQUAL * tl.arange(0, OPERAND.padded_width // EQUAL), TILE, OPERAND)
+    shift = tl.load(ptr + shift, mask=(shift >= 0) & never, other=shift)
+    shift = tl.broadcast_to(shift[:, None], [OPERAND.padded_width // EQUAL, EQUAL])
+    if OPERAND.column_major:
+        shift = tl.reshape(shift, [OPERAND.padded_width, 1])
+    else:
+        shift = tl.reshape(shift, [1, OPERAND.padded_width])
+    return shift
+
+
+@constexpr_function
+def _equal_shifts(tile, operand):
+    """The number of neighbouring columns, from 1 to 4, that have the same shift in a tile of words."""
+    width = tiles_of_words(operand)[tile][2]
+    return 4 if width % 4 == 0 else 2 if width % 2 == 0 else 1
+
+
+@jit
+def _shift_of_tile(column, TILE: tl.constexpr, OPERAND: tl.constexpr):
+    """The number of bits by which columns of a tile of words must be shifted, uint8."""
+    BITS: tl.constexpr = tiles_of_words(OPERAND)[TILE][1]
+    WIDTH: tl.constexpr = tiles_of_words(OPERAND)[TILE][2]
+    return (tl.where(column < OPERAND.width, column // WIDTH, 0) * BITS).to(tl.uint8)
 
 
 @constexpr_function
@@ -124,7 +179,7 @@ def tiles_of_words(operand):
 
 
 @jit
-def _load_word_tile(ptr, block_offset, row, exists, column, TILE: tl.constexpr, OPERAND: tl.constexpr):
+def _load_word_tile(ptr, block_offset, row, exists, column, shifts, TILE: tl.constexpr, OPERAND: tl.constexpr):
     """Load one tile of :func:`load_words`, with the tile of its shifts if it has one: a tuple."""
     BITS: tl.constexpr = tiles_of_words(OPERAND)[TILE][1]
     WIDTH: tl.constexpr = tiles_of_words(OPERAND)[TILE][2]
@@ -141,10 +196,12 @@ def _load_word_tile(ptr, block_offset, row, exists, column, TILE: tl.constexpr, 
         tile = _load_codes(
             ptr, block_offset, row, exists, column % WIDTH, in_vector, OFFSET, tl.uint8, WIDTH, HAS_PADDING, OPERAND
         )
-        shift = tl.where(in_vector, column // WIDTH, 0) * BITS
-        shift = shift[:, None] if OPERAND.column_major else shift[None, :]
+        if len(shifts) > 0:
+            shift = shifts[TILE]
+        else:
+            shift = _shift_of_tile(column[:, None] if OPERAND.column_major else column[None, :], TILE, OPERAND)
         if OPERAND.unpack_ptx is not None:
-            tiles = (tile, tl.broadcast_to(shift.to(tl.uint8), tile.shape))
+            tiles = (tile, tl.broadcast_to(shift, tile.shape))
         else:
             tiles = (tile.to(tl.int32) >> shift,)
     return tiles
@@ -275,11 +332,13 @@ def in_group(column, PLANE: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.const
 
 @jit
 def of_plane(numbers, PLANE: tl.constexpr, OPERAND: tl.constexpr):
-    """The numbers of the groups or planes of vectors, a tuple of [tokens], as a tile that broadcasts to a plane."""
+    """The numbers of groups, or the scales of planes, as a tile that broadcasts to a plane; a tuple of [tokens]."""
     GROUPS: tl.constexpr = groups_of_plane(OPERAND, PLANE)
     column = tl.arange(0, OPERAND.padded_width)
     column = column[:, None] if OPERAND.column_major else column[None, :]
     x = _along_tokens(numbers[GROUPS[0]], OPERAND)
+    if OPERAND.granularity == "plane":
+        x = scales_of_bytes(x, OPERAND)
     for i in tl.static_range(1, len(GROUPS)):
         x = tl.where(in_group(column, PLANE, GROUPS[i], OPERAND), _along_tokens(numbers[GROUPS[i]], OPERAND), x)
     return x
@@ -315,7 +374,7 @@ def _load_scales_of_groups(ptr, block_offset, row, exists, OPERAND: tl.constexpr
 
 @jit
 def _load_scales_of_planes(ptr, block_offset, row, exists, OPERAND: tl.constexpr):
-    """Load the scales of vectors that have one byte for each plane: a tuple of float32 [tokens].
+    """Load the bytes of the scales of vectors that have one for each plane: a tuple of int32 [tokens].
 
     Two or four bytes of a vector are loaded as one number, because small loads are not copied asynchronously.
     """
@@ -326,9 +385,9 @@ def _load_scales_of_planes(ptr, block_offset, row, exists, OPERAND: tl.constexpr
         word = tl.load(ptr.to(tl.pointer_type(DTYPE)) + block_offset // PLANES + row, mask=exists, other=0)
         word = word.to(tl.int32, bitcast=PLANES == 4)
         for plane in tl.static_range(PLANES):
-            scales = scales + (scales_of_bytes((word >> (8 * plane)) & 0xFF, OPERAND),)  # noqa: RUF005
+            scales = scales + ((word >> (8 * plane)) & 0xFF,)  # noqa: RUF005
     else:
         for plane in tl.static_range(PLANES):
             byte = tl.load(ptr + block_offset + row * PLANES + plane, mask=exists, other=0)
-            scales = scales + (scales_of_bytes(byte.to(tl.int32), OPERAND),)  # noqa: RUF005
+            scales = scales + (byte.to(tl.int32),)  # noqa: RUF005
     return scales

@@ -10,7 +10,9 @@ pytest.importorskip("triton")
 from calibrated_bases import based
 
 from kvcompile.kernels import calibrated, launch
+from kvcompile.kernels.change_of_basis import changed
 from kvcompile.kernels.formats import is_calibrated
+from kvcompile.kernels.lang.recipes import Recipe, Repeated
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.attention import attend
 from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
@@ -112,6 +114,65 @@ def test_calibrated_formats_are_stored_and_read_as_by_the_specification(name, ro
     actual = calibrated.dequantize(expected.to(device), 140, torch.float16, layout.spec, role, 64).cpu()
     torch.testing.assert_close(actual, to_cache_dtype(wanted, torch.float16), rtol=2e-3, atol=2e-3)
     assert torch.equal(actual[:, :, :60], torch.zeros(1, 2, 60, 64, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("name", ["transform_4321", "transform_4200", "int4_unrotated_mean"])
+@pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (3, 5), (2, 65)])
+def test_one_kernel_changes_the_basis_as_the_format_does(name, batch, q_len, device):
+    fmt = based(name, num_heads=2, head_dim=96)
+    stored = fmt.stored_dim(96) if fmt.has_matrices else 96
+    for matrix, mean, channels in (
+        ("query", "none", 96),
+        ("to_stored", "before", 96),
+        ("from_stored", "after", stored),
+    ):
+        if matrix == "query" and not fmt.has_matrices:
+            continue
+        x = vectors(batch, q_len, 6, channels).transpose(1, 2)  # three query heads for each KV head
+        x[0, 1, 0] = 0
+        x[-1, 2, -1, 7] = torch.nan
+        heads = x.unflatten(1, (2, 3))
+        is_zero = (heads == 0).all(-1, keepdim=True)
+        if matrix == "query":
+            expected = fmt.query_in_plain(heads)
+        elif matrix == "to_stored":
+            expected = torch.where(is_zero, 0.0, fmt.to_plain(heads))
+        else:
+            original = fmt.from_plain(heads)
+            expected = torch.where(is_zero, 0.0, original + fmt.mean(original))
+        actual = changed(x.to(device), fmt, 2, matrix, mean, torch.float32).cpu()
+        assert actual.is_contiguous()
+        torch.testing.assert_close(actual, expected.flatten(1, 2), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_many_vectors_change_their_basis_as_few_do(device, monkeypatch):
+    fmt = based("transform_4321", num_heads=2, head_dim=64)
+    layout = PackedLayout(fmt.name, "key", 64)
+    results = []
+    for most in (64, 63):
+        monkeypatch.setattr(calibrated, "MOST_VECTORS", most)
+        data = torch.zeros(layout.shape(64, 1, 2), dtype=torch.uint8, device=device)
+        calibrated.store(
+            data, vectors(1, 2, 64, 64).to(device), torch.arange(64, device=device), None, layout.spec, "key"
+        )
+        results.append(data.cpu())
+    assert_close_bytes(layout, *results)
+
+
+def test_a_step_in_a_calibrated_format_is_repeated_without_its_python_code(device):
+    if device.type == "cpu":
+        pytest.skip("the interpreter has no compiled kernels")
+    fmt = based("transform_4321", num_heads=2, head_dim=64)
+    layout = PackedLayout(fmt.name, "key", 64)
+    data = torch.zeros(layout.shape(64, 1, 2), dtype=torch.uint8, device=device)
+    expected = data.clone()
+    store = Repeated(calibrated.store)
+    for position in range(5):
+        x, positions = vectors(1, 2, 1, 64, seed=position).to(device), torch.tensor([position], device=device)
+        store(data, x, positions, None, layout.spec, "key")
+        calibrated.store(expected, x, positions, None, layout.spec, "key")
+    assert [type(recipe) for recipe in store._recipes.values()] == [Recipe]
+    assert torch.equal(data, expected)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.tools import disasm
 
-from kvcompile.kernels import launch
+from kvcompile.kernels import change_of_basis, launch
 from kvcompile.kernels.attention import launch_prefill, new_tokens
 from kvcompile.kernels.deepseek_v4 import kernels as deepseek_v4
 from kvcompile.kernels.gather import kernel as gather_kernel
@@ -135,6 +135,7 @@ def stand_ins(stand_in, gpu, monkeypatch):
         ),
         (launch_prefill, "dequantize prefill_attention"),
         (new_tokens, "new_tokens"),
+        (change_of_basis, "change_of_basis"),
         (launch_latent, "latent_attention hopper_latent_attention store_latents"),
         (gather_kernel, "gather"),
         (deepseek_v4, "insert gather"),
