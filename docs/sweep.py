@@ -4,7 +4,7 @@
     python docs/sweep.py --architectures llama,t5 # only these; coverage.json keeps its results for the others
     python docs/sweep.py --missing                # cases that coverage.json lacks
     python docs/sweep.py --generate               # only prints whether generate() keeps its tokens: 20 minutes
-    python docs/sweep.py --generate --device cuda --jobs 15   # the same on a GPU: some minutes on 16 cores
+    python docs/sweep.py --generate --device cuda --jobs 15   # the same on a GPU: ten minutes on 16 cores
 
 The installed Transformers gives the list of model types (``docs/sweep_library.py``). Every type runs in its own
 process, with static and dynamic caches (``docs/sweep_case.py``). The types of ``docs/sweep_models.py`` run with every
