@@ -29,6 +29,7 @@ kernels.gather
 kernels.deepseek_v4
 kernels.latent
 kernels.launch
+kernels.change_of_basis
 kernels.calibrated
 kernels.ops
 kernels.paged
