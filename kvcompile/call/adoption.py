@@ -202,7 +202,10 @@ def why_not_whole(plain: Tensor) -> str | None:
         return f"its elements overlap in memory, or have gaps between them; {_COPY_IT} with clone()"
     nbytes = plain.untyped_storage().nbytes()
     if nbytes != plain.nbytes:
-        return f"it covers {plain.nbytes} bytes of a storage of {nbytes} bytes; {_COPY_IT} with clone()"
+        return (
+            f"it covers {plain.nbytes} bytes of a storage of {nbytes} bytes; {_COPY_IT} with clone(), or replace the "
+            "larger tensor by PackedStack.from_dense"
+        )
     return None
 
 

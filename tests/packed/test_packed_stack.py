@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from node_by_node import running_node_by_node
 from packed_caches import INT8, quantized, values
 from stack_forms import check_is_saved_and_loaded, plain, save_and_load
 from torch import Tensor
 
+import kvcompile
 from kvcompile import cache_nbytes
 from kvcompile.call.adoption import AdoptionError, adopt_stack
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -175,3 +179,29 @@ def test_adoption_swaps_a_stack_for_all_holders_or_gives_a_reason() -> None:
     assert isinstance(x, PackedStack)
     assert x.note == "mine"
     assert cache_nbytes(holders) == cache_nbytes(x[0]) + x[1].nbytes
+
+
+def test_slices_of_one_tensor_that_are_passed_one_by_one_are_packed_if_the_tensor_is_a_stack(fresh_compiler) -> None:
+    """A model may select the cache of a layer outside of the compiled code, as nanochat does."""
+
+    def step(query: Tensor, new: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
+        for cache in (keys, values):
+            cache[:, :, position : position + 1] = new
+        return F.scaled_dot_product_attention(query, keys[:, :, : position + 1], values[:, :, : position + 1])
+
+    plain = [torch.zeros(2, 1, 2, 70, 32) for _ in range(2)]
+    expected, caches = [x.clone() for x in plain], list(plain)
+    layouts = PackedLayout("float32", "key", 32), PackedLayout("float32", "value", 32)
+    compiled = torch.compile(step, backend=kvcompile.kvquant(policy="float32"))
+    for is_stack in (False, True):
+        if is_stack:
+            packed = zip(plain, layouts, strict=True)
+            caches = [PackedStack.from_dense(x, {(i,): (layout, "bhtd") for i in range(2)}) for x, layout in packed]
+        with running_node_by_node(), kvcompile.collect_reports() as report:
+            for position, layer in itertools.product(range(3), range(2)):
+                query, new = values(1, 2, 1, 32), values(1, 2, 1, 32)
+                actual = compiled(query, new, caches[0][layer], caches[1][layer], position)
+                wanted = step(query, new, expected[0][layer], expected[1][layer], position)
+                torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+        assert (report.totals.plain_calls == 0) == is_stack
+        assert is_stack or any("replace the larger tensor by PackedStack.from_dense" in note for note in report.notes)
