@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from kvcompile.kernels.attention.query import columns_of, first_columns, in_digits, scores_of_digits
+from kvcompile.kernels.attention.several_scales import accumulate_planes, scaled_products_of
 from kvcompile.kernels.formats.lloyd_max import log2_scales_of_bytes
 from kvcompile.kernels.lang.tiles import exp2_of_each, log2, transposed
 from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.levels import integers_of_bytes, unpack
-from kvcompile.kernels.tiles.packed import groups_of_plane, has_several_scales, has_zeros_of_groups, in_group
+from kvcompile.kernels.tiles.packed import has_several_scales, has_zeros_of_groups
 
 LEAST_SCALE = constant(2.0**-60)
 
@@ -23,7 +24,7 @@ def packed_scores(
         scores = scores_of_digits(integers_of_bytes(packed, KEY), query, KEY)
     else:
         if has_several_scales(KEY):
-            products = _scaled_products_of(unpack(packed, KEY), scale, q_planes, factor.shape[0], KEY, PRECISION)
+            products = scaled_products_of(unpack(packed, KEY), scale, q_planes, factor.shape[0], KEY, PRECISION)
         elif KEY.granularity != "channel":
             products = products_of(unpack(packed, KEY), q_planes, KEY, PRECISION)
         elif KEY.block_tokens < TOKENS or NUM_WARPS == 1:
@@ -51,47 +52,6 @@ def products_of(levels, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
     for plane in tl.static_range(OTHER_PLANES):
         products = tl.dot(levels[plane + 1], q_planes[plane + 1], products, input_precision=PRECISION)
     return products
-
-
-@jit
-def _scaled_products_of(
-    levels, scale, q_planes, ROWS: tl.constexpr, KEY: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """``sum of scale * (level . q)`` over planes or groups with separate scales, float32 [tokens, ROWS]."""
-    products = tl.full([levels[0].shape[0], ROWS], 0.0, tl.float32)
-    NUM_PLANES: tl.constexpr = KEY.num_planes
-    for plane in tl.static_range(NUM_PLANES):
-        products = _add_scaled_products(products, levels[plane], scale, q_planes[plane], plane, KEY, PRECISION)
-    return products
-
-
-@jit
-def _add_scaled_products(
-    products, level, scale, q, PLANE: tl.constexpr, KEY: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Add ``scale * (level . q)`` of a plane, summed over its groups, to ``products``, float32 [tokens, rows].
-
-    If a plane has several groups, its levels are multiplied by the query of each group, which is 0 elsewhere.
-    """
-    GROUPS: tl.constexpr = groups_of_plane(KEY, PLANE)
-    ROWS: tl.constexpr = products.shape[1]
-    column = tl.arange(0, KEY.padded_width)[:, None]
-    for i in tl.static_range(len(GROUPS)):
-        of_group = q
-        if len(GROUPS) > 1:
-            of_group = tl.where(in_group(column, PLANE, GROUPS[i], KEY), q, 0.0).to(q.dtype)
-        product = first_columns(tl.dot(level, of_group, input_precision=PRECISION), ROWS)
-        own = _scale_of(scale[GROUPS[i]], KEY)
-        products = tl.fma(product, tl.broadcast_to(own[:, None], product.shape), products)
-    return products
-
-
-@jit
-def _scale_of(scale, OPERAND: tl.constexpr):
-    """Scales of groups unchanged, and scales of planes from their bytes, float32 [tokens]."""
-    if OPERAND.granularity == "plane":
-        scale = exp2_of_each(log2_scales_of_bytes(scale, OPERAND), OPERAND.ptx > 0)
-    return scale
 
 
 @jit
@@ -368,7 +328,7 @@ def attend_packed(
     if VALUE.code_dtype != tl.uint8 and not is_whole:
         levels = levels_of_tokens(levels, in_cache)
     if has_several_scales(VALUE):
-        accs = _accumulate_planes(state[4], levels, weight, scales, largest_log2, decay, VALUE, PRECISION)
+        accs = accumulate_planes(state[4], levels, weight, scales, largest_log2, decay, VALUE, PRECISION)
     else:
         accs = accumulate(state[4], levels, weight, decay, VALUE, PRECISION)
     return maximum, scale_maximum, p_sum, zero_sum, accs
@@ -467,46 +427,6 @@ def accumulate(accs, levels, weight, decay, VALUE: tl.constexpr, PRECISION: tl.c
         acc = tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product)
         new_accs = new_accs + (acc,)  # noqa: RUF005
     return new_accs
-
-
-@jit
-def _accumulate_planes(
-    accs, levels, weight, scales, largest_log2, decay, VALUE: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """:func:`accumulate` for planes or groups with separate scales. The weights contain the largest of these scales."""
-    inverse = exp2_of_each(-largest_log2, VALUE.unpack_ptx is not None)
-    new_accs = ()
-    NUM_PLANES: tl.constexpr = VALUE.num_planes
-    decay = columns_of(decay[None, :], accs[0].shape[1])
-    for plane in tl.static_range(NUM_PLANES):
-        product = _weighed_plane(levels[plane], weight, scales, inverse, plane, VALUE, PRECISION)
-        new_accs = new_accs + (tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product),)  # noqa: RUF005
-    return new_accs
-
-
-@jit
-def _weighed_plane(
-    level, weight, scales, inverse, PLANE: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """The product of a plane with weights that are multiplied by its scale and by ``inverse``, [width, columns].
-
-    If a plane has several groups, its levels are multiplied by the weights of each group.
-    """
-    GROUPS: tl.constexpr = groups_of_plane(VALUE, PLANE)
-    product = _product_of_scale(level, weight, _scale_of(scales[GROUPS[0]], VALUE) * inverse, PRECISION)
-    column = tl.arange(0, VALUE.padded_width)[:, None]
-    for i in tl.static_range(1, len(GROUPS)):
-        other = _product_of_scale(level, weight, _scale_of(scales[GROUPS[i]], VALUE) * inverse, PRECISION)
-        product = tl.where(in_group(column, PLANE, GROUPS[i], VALUE), other, product)
-    return product
-
-
-@jit
-def _product_of_scale(level, weight, relative, PRECISION: tl.constexpr):
-    """The product of levels [width, tokens] with weights that are multiplied by ``relative``, [tokens]."""
-    weight = (weight.to(tl.float32) * relative[:, None]).to(weight.dtype)
-    weight = columns_of(weight, max(8, weight.shape[1]))
-    return tl.dot(level, weight, input_precision=PRECISION)
 
 
 @jit
