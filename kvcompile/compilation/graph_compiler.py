@@ -184,8 +184,14 @@ class GraphCompiler:
         del self.original, self.marked
 
     def _records_gradients(self) -> bool:
+        """Whether a backward pass may follow. It may not if the graph switches gradients off before it computes."""
         tensors = [value for value in self.original_inputs if isinstance(value, torch.Tensor)]
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return False
+        nodes = (node for node in self.original.graph.nodes if node.op not in ("placeholder", "get_attr"))
+        values = [node.meta.get("example_value") for node in nodes]
+        # A leaf is a parameter that a call returned unchanged, such as float() of a float32 tensor.
+        return any(isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in values)
 
     def _compile_plain(self) -> Any:
         if self.generate_code is not None:

@@ -25,9 +25,9 @@ Run the tests and reference models of other projects, first plainly and then on 
     python -m tests.outside --sources DIR --models llama,t5    # of Transformers' models, only these
     python -m tests.outside --sources DIR --only models --models llama
 
-DIR has a checkout of each project: transformers, gpt-fast, llama3, DeepSeek-V3, litgpt, torchtune. Results go to
-docs/outside.json after each judge, from which docs/coverage.md is made. The command exits with 1 if a test that passes
-plainly fails on packed caches, or if nothing was packed.
+DIR has a checkout of each project: transformers, gpt-fast, llama3, DeepSeek-V3, litgpt, torchtune, gemma_pytorch,
+LLMs-from-scratch, whisper. Results go to docs/outside.json after each judge, from which docs/coverage.md is made. The
+command exits with 1 if a test that passes plainly fails on packed caches, or if nothing was packed.
 """
 
 

@@ -140,6 +140,53 @@ def torchtune(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
     return tokens, torch.cat(logits)
 
 
+def gemma(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
+    """Two sequences of different lengths in a Gemma 2, with a sliding window in every other layer."""
+    with stand_ins("immutabledict", "sentencepiece"):
+        code, config = _module(folder, "gemma.model"), _module(folder, "gemma.config")
+    args = config.get_config_for_2b_v2(dtype="float32")
+    args.vocab_size, args.num_hidden_layers, args.num_attention_heads, args.num_key_value_heads = VOCAB, 2, 4, 2
+    args.hidden_size, args.intermediate_size, args.head_dim = 64, 96, 16
+    args.max_position_embeddings, args.sliding_window_size = 64, 8
+    tokenizer = SimpleNamespace(encode=list, decode=list, pad_id=0, eos_id=-1)
+    with mock.patch.object(code.tokenizer, "Tokenizer", return_value=tokenizer):
+        model = _initialized(code.GemmaForCausalLM(args))
+    logits = _compile_forward(model, compile)
+    tokens = model.generate([PROMPT, PROMPT[:4]], "cpu", NEW_TOKENS, temperature=None)
+    return torch.tensor([own[: NEW_TOKENS - 3] for own in tokens]), torch.cat(logits)
+
+
+def from_scratch(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
+    with stand_ins("tokenizers"):
+        code = _module(folder / "pkg", "llms_from_scratch.kv_cache.qwen3")
+        loop = _module(folder / "pkg", "llms_from_scratch.kv_cache.generate")
+    config = {
+        "vocab_size": VOCAB, "context_length": 64, "emb_dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 96,
+        "head_dim": 16, "qk_norm": True, "n_kv_groups": 2, "rope_base": 1e4, "dtype": torch.float32,
+    }  # fmt: skip
+    model = _initialized(code.Qwen3Model(config))
+    logits = _compile_forward(model, compile)
+    return loop.generate_text_simple(model, torch.tensor([PROMPT]), NEW_TOKENS), torch.cat(logits)
+
+
+def whisper(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
+    """The decoder with the hooks that keep its keys and values, also for cross attention."""
+    with stand_ins("numba", "tiktoken", "more_itertools"):
+        code, loop = _module(folder, "whisper.model"), _module(folder, "whisper.decoding")
+    sizes = {"n_mels": 8, "n_audio_ctx": 20, "n_audio_layer": 1, "n_text_ctx": 64, "n_text_layer": 2, "n_vocab": VOCAB}
+    sizes |= {f"n_{part}_{size}": n for part in ("audio", "text") for size, n in (("state", 64), ("head", 4))}
+    model = _initialized(code.Whisper(code.ModelDimensions(**sizes)))
+    logits = _compile_forward(model.decoder, compile)
+    tokens, audio = torch.tensor([PROMPT, PROMPT[::-1]]), torch.randn(2, 20, 64, generator=torch.manual_seed(0))
+    inference = loop.PyTorchInference(model, len(PROMPT))
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            last = inference.logits(tokens, audio)[:, -1]
+            tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)
+    inference.cleanup_caching()
+    return tokens, torch.cat(logits)
+
+
 REFERENCES = (
     Reference("gpt-fast, the model", "gpt-fast", gpt_fast),
     Reference("gpt-fast, its compiled steps", "gpt-fast", gpt_fast_steps),
@@ -148,6 +195,9 @@ REFERENCES = (
     Reference("DeepSeek-V3, absorb", "DeepSeek-V3", lambda folder, compile: deepseek_v3(folder, compile, "absorb")),
     Reference("litgpt", "litgpt", litgpt),
     Reference("torchtune, llama3", "torchtune", torchtune),
+    Reference("gemma_pytorch", "gemma_pytorch", gemma),
+    Reference("LLMs-from-scratch, qwen3", "LLMs-from-scratch", from_scratch),
+    Reference("whisper, the decoder", "whisper", whisper),
 )
 
 
@@ -158,7 +208,8 @@ def _compile_forward(model: nn.Module, compile: Compile) -> list[Tensor]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         result = compiled(*args, **kwargs)
-        last = result if result.ndim == 2 else result[:, -1]
+        logits = result[1] if isinstance(result, tuple) else result
+        last = logits if logits.ndim == 2 else logits[:, -1]
         found.append(last.detach().clone().float())
         return result
 

@@ -22,6 +22,7 @@ from refused_steps import (
 )
 from torch import Tensor
 
+import kvcompile
 from kvcompile import last_report
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.graph.names import in_words
@@ -157,6 +158,26 @@ def test_gradients_leave_everything_to_plain_inductor() -> None:
     out.sum().backward()
     assert args[0].grad is not None
     assert [site.reason_code for site in last_report().sites] == ["training"]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_step_that_switches_gradients_off_itself_is_packed() -> None:
+    """``@torch.no_grad()`` on the compiled function, whose caller records gradients."""
+    args = inputs()
+    weight = torch.randn(args[0].shape[-1], args[0].shape[-1], requires_grad=True)
+
+    @torch.no_grad()
+    def with_weight(q: Tensor, *others: Tensor) -> Tensor:
+        return step(q @ weight.float(), *others)
+
+    expected = with_weight(*(x.clone() for x in args))
+    torch._dynamo.reset()
+    backend = kvcompile.kvquant(policy="float32", on_unsupported="error")
+    out = torch.compile(with_weight, backend=backend)(*args)
+    assert torch.is_grad_enabled()
+    assert type(args[3]) is PackedTensor
+    assert not out.requires_grad
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.usefixtures("without_code_generation")
@@ -388,7 +409,7 @@ def test_caches_that_are_views_of_one_tensor_stay_plain() -> None:
     out = run(step, args, on_unsupported="ignore")
     torch.testing.assert_close(out, run(step, expected, backend="eager"), rtol=0, atol=0)
     torch.testing.assert_close(storage, expected_storage, rtol=0, atol=0)
-    assert any("bytes of a storage of" in note and "with clone()" in note for note in last_report().notes)
+    assert any("bytes of a storage of" in note and "a tensor of its own" in note for note in last_report().notes)
 
 
 def test_overlapping_inputs_are_refused() -> None:
