@@ -283,7 +283,9 @@ def plot(results: Results) -> Figure | None:
     for of_group, line in zip(groups.values(), panels, strict=True):
         for key, axes in zip(chart.values, line, strict=True):
             _draw_bars(axes, [row for row in of_group if key in row], chart.labels, key)
-            axes.set_title(_value_in_words(chart.group, of_group[0]).replace("; ", "\n"), fontsize="medium")
+            # A title may be wider than its axes. To the left of them is the room of the names.
+            title = _value_in_words(chart.group, of_group[0]).replace("; ", "\n")
+            axes.set_title(title, fontsize="medium", x=1, horizontalalignment="right")
     return figure
 
 

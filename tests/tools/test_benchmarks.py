@@ -252,7 +252,6 @@ def test_plots_name_shapes_in_words(shape, words):
 RESULT_FILES = sorted((BENCHMARKS / "results").glob("*.json"))
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("path", RESULT_FILES, ids=[path.stem for path in RESULT_FILES])
 def test_plots_of_saved_results_name_units_and_lie_within_their_frame(path):
     pytest.importorskip("matplotlib")
