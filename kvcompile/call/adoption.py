@@ -203,8 +203,8 @@ def why_not_whole(plain: Tensor) -> str | None:
     nbytes = plain.untyped_storage().nbytes()
     if nbytes != plain.nbytes:
         return (
-            f"it covers {plain.nbytes} bytes of a storage of {nbytes} bytes; give this cache a tensor of its own, or "
-            "replace the larger tensor by PackedStack.from_dense"
+            f"it covers {plain.nbytes} bytes of a storage of {nbytes} bytes; put a clone() in its place, which no "
+            "larger tensor holds, or replace the larger tensor by PackedStack.from_dense"
         )
     return None
 
