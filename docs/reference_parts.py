@@ -98,7 +98,7 @@ def pipeline_passes() -> str:
 def format_families() -> str:
     """The docstring of every file of formats, and the bytes of its formats."""
     families: dict[ModuleType, list[Format]] = {}
-    calibrated = map(get_format, (*presets.CALIBRATED_NAMES, "lloyd_max_4321"))
+    calibrated = map(get_format, (*presets.CALIBRATED_NAMES, "uniform_4321"))
     for fmt in (*FORMATS.values(), *calibrated, *LATENT_FORMATS.values()):
         families.setdefault(sys.modules[type(fmt).__module__], []).append(fmt)
     return "\n\n".join(_family(module, formats) for module, formats in families.items())

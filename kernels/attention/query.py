@@ -9,8 +9,8 @@ computes only one column per row.
 If the levels of keys are integers, the two columns of a row are its two *digits*, also with 8 and 16 rows. The query is
 rounded to 15-bit integers ``128 * high + low``, and products multiply 8-bit integers. They are exact and twice as fast,
 and codes need not be converted to floats. A channel is rounded to 2**-15 of the largest channel of its row, whereas
-bfloat16 rounds a channel to 2**-9 of itself. Only queries of rotated formats use digits: after a Hadamard rotation no
-channel is much larger than the others.
+bfloat16 rounds a channel to 2**-9 of itself. Only queries of rotated formats and of words use digits: after a Hadamard
+rotation, and in the basis of a calibration, no channel is much larger than the others.
 """
 
 from __future__ import annotations
@@ -221,17 +221,21 @@ def scores_of_digits(integers, query, KEY: tl.constexpr):
     """
     operand, factor, _ = query
     planes, offset_product = operand
-    TOKENS: tl.constexpr = integers[0].shape[0]
-    ROWS: tl.constexpr = factor.shape[0]
-    products = tl.full([TOKENS, 2 * ROWS], 0, tl.int32)
-    NUM_PLANES: tl.constexpr = KEY.num_planes
-    for plane in tl.static_range(NUM_PLANES):
-        products = tl.dot(integers[plane], planes[plane], products, out_dtype=tl.int32)
-    high, low = tl.split(tl.reshape(products, [TOKENS, ROWS, 2]))
-    scores = (high * 128 + low).to(tl.float32) * factor[None, :]
+    products = tl.dot(integers[0], planes[0], out_dtype=tl.int32)
+    OTHER_PLANES: tl.constexpr = KEY.num_planes - 1
+    for plane in tl.static_range(OTHER_PLANES):
+        products = tl.dot(integers[plane + 1], planes[plane + 1], products, out_dtype=tl.int32)
+    scores = sum_of_digits(products) * factor[None, :]
     if KEY.codec.integer_offset != 0.0:
         scores += offset_product[None, :]
     return scores
+
+
+@jit
+def sum_of_digits(products):
+    """``128 * high + low``, float32 [n, rows], of products with digits, int32 [n, 2 * rows]."""
+    high, low = tl.split(tl.reshape(products, [products.shape[0], products.shape[1] // 2, 2]))
+    return (high * 128 + low).to(tl.float32)
 
 
 @jit

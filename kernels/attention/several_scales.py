@@ -5,8 +5,7 @@ Scales cannot be taken out of the product of a whole vector. The product of each
 
 from __future__ import annotations
 
-from kvcompile.kernels.attention.query import columns_of, first_columns
-from kvcompile.kernels.formats.lloyd_max import log2_scales_of_bytes
+from kvcompile.kernels.attention.query import columns_of, first_columns, sum_of_digits
 from kvcompile.kernels.lang.tiles import exp2_of_each
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.tiles.packed import groups_of_plane, in_group
@@ -25,6 +24,22 @@ def scaled_products_of(
 
 
 @jit
+def scaled_scores_of_digits(integers, scale, query, KEY: tl.constexpr):
+    """``sum of scale * (level . q)`` over planes in the units of the scores, float32 [tokens, rows].
+
+    The query is in digits. ``integers`` are the integers of the key's levels, a tile [tokens, width] for each plane.
+    """
+    operand, factor, _ = query
+    planes, _ = operand
+    scores = tl.full([integers[0].shape[0], factor.shape[0]], 0.0, tl.float32)
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        product = sum_of_digits(tl.dot(integers[plane], planes[plane], out_dtype=tl.int32))
+        scores = tl.fma(product, tl.broadcast_to(scale[plane][:, None], product.shape), scores)
+    return scores * factor[None, :]
+
+
+@jit
 def _add_scaled_products(
     products, level, scale, q, PLANE: tl.constexpr, KEY: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
@@ -40,17 +55,8 @@ def _add_scaled_products(
         if len(GROUPS) > 1:
             of_group = tl.where(in_group(column, PLANE, GROUPS[i], KEY), q, 0.0).to(q.dtype)
         product = first_columns(tl.dot(level, of_group, input_precision=PRECISION), ROWS)
-        own = _scale_of(scale[GROUPS[i]], KEY)
-        products = tl.fma(product, tl.broadcast_to(own[:, None], product.shape), products)
+        products = tl.fma(product, tl.broadcast_to(scale[GROUPS[i]][:, None], product.shape), products)
     return products
-
-
-@jit
-def _scale_of(scale, OPERAND: tl.constexpr):
-    """Scales of groups unchanged, and scales of planes from their bytes, float32 [tokens]."""
-    if OPERAND.granularity == "plane":
-        scale = exp2_of_each(log2_scales_of_bytes(scale, OPERAND), OPERAND.ptx > 0)
-    return scale
 
 
 @jit
@@ -63,7 +69,7 @@ def accumulate_planes(
         accs: the outputs before, a tile [padded_width, columns] for each plane.
         levels: a tile [width, tokens] for each plane.
         weight: softmax weights that contain the largest scale of each token, [tokens, rows].
-        scales: the scales of tokens, or their bytes, a tuple of [tokens].
+        scales: the scales of tokens, a tuple of [tokens].
         largest_log2: the base-2 logarithm of the largest of them.
         decay: the factor of ``accs``, [rows].
     """
@@ -86,10 +92,10 @@ def _weighed_plane(
     If a plane has several groups, its levels are multiplied by the weights of each group.
     """
     GROUPS: tl.constexpr = groups_of_plane(VALUE, PLANE)
-    product = _product_of_scale(level, weight, _scale_of(scales[GROUPS[0]], VALUE) * inverse, PRECISION)
+    product = _product_of_scale(level, weight, scales[GROUPS[0]] * inverse, PRECISION)
     column = tl.arange(0, VALUE.padded_width)[:, None]
     for i in tl.static_range(1, len(GROUPS)):
-        other = _product_of_scale(level, weight, _scale_of(scales[GROUPS[i]], VALUE) * inverse, PRECISION)
+        other = _product_of_scale(level, weight, scales[GROUPS[i]] * inverse, PRECISION)
         product = tl.where(in_group(column, PLANE, GROUPS[i], VALUE), other, product)
     return product
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from kvcompile.kernels.attention.query import columns_of, first_columns, in_digits, scores_of_digits
-from kvcompile.kernels.attention.several_scales import accumulate_planes, scaled_products_of
-from kvcompile.kernels.formats.lloyd_max import log2_scales_of_bytes
+from kvcompile.kernels.attention.several_scales import (
+    accumulate_planes,
+    scaled_products_of,
+    scaled_scores_of_digits,
+)
 from kvcompile.kernels.lang.tiles import exp2_of_each, log2, transposed
 from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.levels import integers_of_bytes, unpack
@@ -21,7 +24,11 @@ def packed_scores(
     packed, scale, zero = keys
     q_planes, factor, q_sum = query
     if in_digits(KEY, factor.shape[0], NUM_WARPS):
-        scores = scores_of_digits(integers_of_bytes(packed, KEY), query, KEY)
+        integers = integers_of_bytes(packed, KEY)
+        if has_several_scales(KEY):
+            scores = scaled_scores_of_digits(integers, scale, query, KEY)
+        else:
+            scores = scores_of_digits(integers, query, KEY)
     else:
         if has_several_scales(KEY):
             products = scaled_products_of(unpack(packed, KEY), scale, q_planes, factor.shape[0], KEY, PRECISION)
@@ -267,7 +274,7 @@ def empty_state(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, VALUE: tl.constexpr
 def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
     """Scales of a tile of packed values, a tuple of [tokens], and zero points, [tokens].
 
-    Scales of planes are bytes. If tokens have no scales, or no zero points, these are 1 and 0.
+    If tokens have no scales, or no zero points, these are 1 and 0.
     """
     _, scale, zero = values
     if has_several_scales(VALUE):
@@ -301,11 +308,7 @@ def _largest_scale_log2(scales, VALUE: tl.constexpr):
     OTHER_SCALES: tl.constexpr = len(scales) - 1
     for i in tl.static_range(OTHER_SCALES):
         largest = tl.maximum(largest, scales[i + 1], propagate_nan=tl.PropagateNan.ALL)
-    if VALUE.granularity == "plane":
-        x = tl.maximum(log2_scales_of_bytes(largest, VALUE), -60.0, propagate_nan=tl.PropagateNan.ALL)
-    else:
-        x = log2(tl.where(largest < LEAST_SCALE, LEAST_SCALE, largest), VALUE.unpack_ptx is not None)
-    return x
+    return log2(tl.where(largest < LEAST_SCALE, LEAST_SCALE, largest), VALUE.unpack_ptx is not None)
 
 
 @jit

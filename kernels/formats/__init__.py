@@ -15,10 +15,10 @@ from kvcompile.kernels.formats.fp8 import FP8_FORMATS, Fp8
 from kvcompile.kernels.formats.fp8_ds_mla import FP8_DS_MLA
 from kvcompile.kernels.formats.int4 import ASYMMETRIC_INT_FORMATS
 from kvcompile.kernels.formats.int8 import INT8_FORMATS
-from kvcompile.kernels.formats.lloyd_max import LLOYD_MAX, LloydMax
 from kvcompile.kernels.formats.raw import RAW_FORMATS
 from kvcompile.kernels.formats.transform import TRANSFORM, Transform, is_transform
 from kvcompile.kernels.formats.turboquant import TURBOQUANT_FORMATS
+from kvcompile.kernels.formats.uniform import UNIFORM, Uniform
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt for fmt in (*INT8_FORMATS, *FP8_FORMATS, *ASYMMETRIC_INT_FORMATS, *TURBOQUANT_FORMATS, *RAW_FORMATS)
@@ -75,8 +75,8 @@ def get_format(name: str) -> Format:
         return with_mean(FORMATS[name.removesuffix(MEAN)])
     if name.startswith(TRANSFORM):
         return Transform.parse(name)
-    if name.startswith(LLOYD_MAX):
-        return LloydMax.parse(name)
+    if name.startswith(UNIFORM):
+        return Uniform.parse(name)
     known = FORMATS | LATENT_FORMATS
     if name not in known:
         raise ValueError(

@@ -37,6 +37,10 @@ Matrix = Literal["to_stored", "from_stored", "query"]
 
 DIGEST_DIGITS = 12
 
+CODES = b"uniform"
+"""The codes of formats with matrices. A cache whose vectors have other codes, saved by another release with
+``torch.save``, thus names a basis that no process knows, and is not decoded wrongly."""
+
 REFERENCE = rf"[0-9a-f]{{{DIGEST_DIGITS}}}(?:_heads\d+-\d+)?"
 """A regular expression for references to bases."""
 
@@ -92,8 +96,8 @@ class Basis:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The first 12 hex digits of the SHA-256 of shapes and numbers."""
-        digest = hashlib.sha256()
+        """The first 12 hex digits of the SHA-256 of shapes and numbers, and of CODES if there are matrices."""
+        digest = hashlib.sha256(CODES if self.to_stored is not None else b"")
         for name, x in self.tensors.items():
             digest.update(f"{name} {list(x.shape)}\n".encode())
             digest.update(x.cpu().contiguous().numpy().tobytes())

@@ -3,8 +3,8 @@
 A calibration chooses a basis for each KV head in which channels are uncorrelated and ordered by importance
 (:mod:`kvcompile.kernels.formats.bases`). The channels are cut into four quarters. The name of a format gives the bits
 of a code in each quarter: in ``transform_5310`` they are 5, 3 and 1, and the last quarter is not stored. A Hadamard
-matrix mixes the channels within each quarter. Channels of a quarter are then close to N(0, 1) times a common factor, so
-that one codebook serves all vectors. The basis contains this matrix.
+matrix mixes the channels within each quarter. Channels of a quarter are then close to N(0, 1) times a common factor,
+which is the scale of the quarter. The basis contains this matrix.
 
 The basis follows from ``C``, the covariance of the vectors, and ``W``, the second moments of the gradient of the loss:
 ``e W e^T`` weighs an error ``e``. With the Cholesky factor ``C = L L^T`` and the eigenvectors ``L^T W L = U D^2 U^T``,
@@ -12,13 +12,13 @@ largest first, the basis is ``A = D^(1/2) U^T L^-1``. Then ``y = A (x - mean)`` 
 ``y`` have the weights ``D``. Quarters are scaled so that their root mean square is 1. Source: balanced realisation
 (Moore, 1981) of a Karhunen-Loeve transform; weights of Fisher information as in SqueezeLLM (arXiv:2306.07629).
 
-In this basis vectors are stored as in ``lloyd_max_*`` (:mod:`kvcompile.kernels.formats.lloyd_max`): ``transform_5310``
-as ``lloyd_max_531``.
+In this basis vectors are stored as in ``uniform_*`` (:mod:`kvcompile.kernels.formats.uniform`): ``transform_5310`` as
+``uniform_531``.
 """
 
 from __future__ import annotations
 
-from kvcompile.kernels.formats.lloyd_max import LLOYD_MAX, LloydMax
+from kvcompile.kernels.formats.uniform import UNIFORM, Uniform
 
 NUM_QUARTERS = 4
 
@@ -26,7 +26,7 @@ TRANSFORM = "transform_"
 """The beginning of the names of the formats."""
 
 
-class Transform(LloydMax):
+class Transform(Uniform):
     """A format of transform coding.
 
     Args:
@@ -59,7 +59,7 @@ class Transform(LloydMax):
 
     @property
     def plain_name(self) -> str:
-        return f"{LLOYD_MAX}{''.join(map(str, self.bits_of_planes))}"
+        return f"{UNIFORM}{''.join(map(str, self.bits_of_planes))}"
 
     def stored_dim(self, head_dim: int) -> int:
         return head_dim // NUM_QUARTERS * self.num_planes

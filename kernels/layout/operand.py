@@ -327,7 +327,7 @@ def packed_operand(
         ptx=ptx,
         unpack_ptx=unpack_ptx,
         planes_above=(None,) * fmt.num_planes,
-        multiplies_integers=ptx > 0 and not float32 and _multiplies_integers(layout),
+        multiplies_integers=unpack_ptx is not None and _multiplies_integers(layout),
         query_exponent=_query_exponent(fmt),
         residual=_exact_blocks(layout),
         by_reference=by_reference,
@@ -418,12 +418,12 @@ def _unpack_ptx(codec: Codec, ptx: int) -> tuple[str, ...] | None:
 def _multiplies_integers(layout: PackedLayout) -> bool:
     """The attribute ``multiplies_integers`` of :class:`PackedOperand`.
 
-    The query must be rotated: without outlier channels all channels keep enough digits. A product of integers sums over
-    at least 32 columns, which may be padding.
+    The query must be rotated, or in the basis of a calibration, as it is for words: without outlier channels all
+    channels keep enough digits. A product of integers sums over at least 32 columns, which may be padding.
     """
     fmt = layout.format
     has_integers = fmt.codec.integers_ptx is not None and _padded_width(layout) >= 32
-    return layout.role == "key" and fmt.rotated and has_integers
+    return layout.role == "key" and (fmt.rotated or fmt.granularity == "plane") and has_integers
 
 
 def _query_exponent(fmt: Format) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.formats.lloyd_max import scales_of_bytes
+from kvcompile.kernels.formats.uniform import scales_of_bytes
 from kvcompile.kernels.lang.planes import halves
 from kvcompile.kernels.lang.tiles import prefetch_lines
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
@@ -20,9 +20,8 @@ def load_packed(ptr, stride_block, tokens_left, shifts, OPERAND: tl.constexpr, T
         Code sections are tiles [tokens, width] of keys or [width, tokens] of values: first the section ``codes``, then
         the high sections as :func:`_load_high_bits` returns them. If planes are loaded in pieces, they are the tiles of
         :func:`_load_pieces`; for words, the tiles of :func:`load_words`. Scales and zero points are float32 [tokens] if
-        they are per token. Per group they are a tuple with a float32 tile [tokens] for each; per plane, with the bytes
-        of the scales, int32. Per channel
-        they are a tuple with a tile [blocks, width] for each plane, in the dtype of the section.
+        they are per token. Per group and per plane they are a tuple with a float32 tile [tokens] for each. Per
+        channel they are a tuple with a tile [blocks, width] for each plane, in the dtype of the section.
     """
     token = tl.arange(0, TOKENS)
     block, row = token // OPERAND.block_tokens, token % OPERAND.block_tokens
@@ -332,13 +331,11 @@ def in_group(column, PLANE: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.const
 
 @jit
 def of_plane(numbers, PLANE: tl.constexpr, OPERAND: tl.constexpr):
-    """The numbers of groups, or the scales of planes, as a tile that broadcasts to a plane; a tuple of [tokens]."""
+    """The numbers of groups or planes as a tile that broadcasts to a plane; a tuple of [tokens]."""
     GROUPS: tl.constexpr = groups_of_plane(OPERAND, PLANE)
     column = tl.arange(0, OPERAND.padded_width)
     column = column[:, None] if OPERAND.column_major else column[None, :]
     x = _along_tokens(numbers[GROUPS[0]], OPERAND)
-    if OPERAND.granularity == "plane":
-        x = scales_of_bytes(x, OPERAND)
     for i in tl.static_range(1, len(GROUPS)):
         x = tl.where(in_group(column, PLANE, GROUPS[i], OPERAND), _along_tokens(numbers[GROUPS[i]], OPERAND), x)
     return x
@@ -374,7 +371,7 @@ def _load_scales_of_groups(ptr, block_offset, row, exists, OPERAND: tl.constexpr
 
 @jit
 def _load_scales_of_planes(ptr, block_offset, row, exists, OPERAND: tl.constexpr):
-    """Load the bytes of the scales of vectors that have one for each plane: a tuple of int32 [tokens].
+    """Load the scales of vectors that have one for each plane: a tuple of float32 [tokens].
 
     Two or four bytes of a vector are loaded as one number, because small loads are not copied asynchronously.
     """
@@ -385,9 +382,9 @@ def _load_scales_of_planes(ptr, block_offset, row, exists, OPERAND: tl.constexpr
         word = tl.load(ptr.to(tl.pointer_type(DTYPE)) + block_offset // PLANES + row, mask=exists, other=0)
         word = word.to(tl.int32, bitcast=PLANES == 4)
         for plane in tl.static_range(PLANES):
-            scales = scales + ((word >> (8 * plane)) & 0xFF,)  # noqa: RUF005
+            scales = scales + (scales_of_bytes((word >> (8 * plane)) & 0xFF),)  # noqa: RUF005
     else:
         for plane in tl.static_range(PLANES):
             byte = tl.load(ptr + block_offset + row * PLANES + plane, mask=exists, other=0)
-            scales = scales + (byte.to(tl.int32),)  # noqa: RUF005
+            scales = scales + (scales_of_bytes(byte.to(tl.int32)),)  # noqa: RUF005
     return scales

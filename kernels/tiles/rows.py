@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.formats.lloyd_max import scales_of_bytes
+from kvcompile.kernels.formats.uniform import scales_of_bytes
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.tiles.packed import tiles_of_words
 from kvcompile.kernels.tiles.rotation import unrotate
@@ -46,7 +46,7 @@ def decode_rows(block_ptr, first_row, static_scale, OPERAND: tl.constexpr, TOKEN
         scale_ptr = (block_ptr + OPERAND.scale_offset).to(tl.pointer_type(OPERAND.scale_dtype))
         scale = tl.load(scale_ptr + index)
         if OPERAND.granularity == "plane":
-            scale = scales_of_bytes(scale.to(tl.int32), OPERAND)
+            scale = scales_of_bytes(scale.to(tl.int32))
         x = x * scale.to(tl.float32)
     if OPERAND.has_zero:
         zero_ptr = (block_ptr + OPERAND.zero_offset).to(tl.pointer_type(OPERAND.zero_dtype))

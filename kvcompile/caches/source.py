@@ -18,7 +18,7 @@ from kvcompile.files import digests
 from kvcompile.files.reading import read_text_file
 
 FORMAT = "kvcompile.cache"
-VERSION = 4
+VERSION = 5
 """Version of the description, the digests and the layout of packed bytes. Files of other versions are refused."""
 
 INDEX = "index.json"

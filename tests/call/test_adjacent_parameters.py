@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import weakref
 from typing import Any
@@ -179,6 +180,19 @@ def test_generated_code_computes_one_product(model: Decoder) -> None:
     assert are_merged(model)
 
 
+def test_garbage_does_not_keep_parameters_from_being_merged(model: Decoder) -> None:
+    cycle: list[Any] = [model.key.weight.detach()]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        with running_node_by_node():
+            check_step(compiled(model), model)
+    finally:
+        gc.enable()
+    assert are_merged(model)
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_is_recorded_again_after_a_weight_is_replaced(recordings: list[Any]) -> None:
     model = decoder().cuda().bfloat16()
@@ -197,7 +211,7 @@ def test_a_cuda_graph_is_recorded_again_after_a_weight_is_replaced(recordings: l
         step(ids, 0)
     for position in (1, 2, 3):
         check(position)
-    assert are_merged(model), first
+    assert are_merged(model), first.notes
     model.key.weight.data = torch.randn_like(model.key.weight)
     for position in (4, 5, 6):
         check(position)

@@ -29,8 +29,8 @@ FORMATS = [
     "bfloat16", "fp8_e4m3", "fp8_e5m2_scale0.37", "fp8_e4m3_unit",
     "int8_per_token_head", "int4_per_token_head", "int2_per_token_head", "int4_unrotated", "int3_unrotated",
     "int2_unrotated", "int8_per_group_128", "int4_per_group_32", "int2_per_group_64",
-    "turboquant_2bit", "turboquant_2.5bit", "turboquant_3bit", "turboquant_3.5bit", "turboquant_4bit", "lloyd_max_42",
-    "lloyd_max_4321",
+    "turboquant_2bit", "turboquant_2.5bit", "turboquant_3bit", "turboquant_3.5bit", "turboquant_4bit", "uniform_42",
+    "uniform_4321",
 ]  # fmt: skip
 OF_CHANNELS = ["int8_per_channel", "int4_per_channel", "int2_per_channel"]
 """Formats with scales per channel, which are for keys with an exact newest block."""

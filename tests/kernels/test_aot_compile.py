@@ -551,10 +551,10 @@ def test_one_tensor_of_keys_and_values_compiles(attending):
 @pytest.mark.parametrize(
     ("key", "head_dim", "value", "v_head_dim"),
     [
-        ("lloyd_max_4321", 128, "lloyd_max_42", 64),
-        pytest.param("lloyd_max_5421", 128, "lloyd_max_52", 64, marks=pytest.mark.slow),
-        pytest.param("lloyd_max_6543", 128, "lloyd_max_642", 96, marks=pytest.mark.slow),
-        pytest.param("lloyd_max_6433", 128, "lloyd_max_53", 64, marks=pytest.mark.slow),
+        ("uniform_4321", 128, "uniform_42", 64),
+        pytest.param("uniform_5421", 128, "uniform_52", 64, marks=pytest.mark.slow),
+        pytest.param("uniform_6543", 128, "uniform_642", 96, marks=pytest.mark.slow),
+        pytest.param("uniform_6433", 128, "uniform_53", 64, marks=pytest.mark.slow),
     ],
 )
 def test_words_become_levels_in_registers_without_spills(key, head_dim, value, v_head_dim, attending):
@@ -570,9 +570,9 @@ def test_words_become_levels_in_registers_without_spills(key, head_dim, value, v
 
 @pytest.mark.slow
 def test_prefill_on_words_compiles(compiled):
-    layouts = PackedLayout("lloyd_max_432", "key", 96), PackedLayout("lloyd_max_42", "value", 64)
+    layouts = PackedLayout("uniform_432", "key", 96), PackedLayout("uniform_42", "value", 64)
     data = [empty_packed(layout, 1000, 1, 2, CPU) for layout in layouts]
     query = torch.zeros(1, 8, 512, 96, dtype=torch.bfloat16)
-    launch.attention(query, *data, None, None, 1000, True, 0.1, 0.0, "lloyd_max_432", "lloyd_max_42", 64)
+    launch.attention(query, *data, None, None, 1000, True, 0.1, 0.0, "uniform_432", "uniform_42", 64)
     assert len(compiled["dequantize"]) == 2
     assert len(compiled["prefill_attention"]) == 1

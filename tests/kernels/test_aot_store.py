@@ -140,7 +140,7 @@ def test_row_major_tokens_are_gathered_in_words_of_16_bytes(compiled):
 
 @pytest.mark.parametrize(("role", "tokens"), [("key", 1), pytest.param("value", 64, marks=pytest.mark.slow)])
 def test_storing_words_compiles(role, tokens, compiled):
-    layout = PackedLayout("lloyd_max_4321", role, 128)
+    layout = PackedLayout("uniform_4321", role, 128)
     data, x = empty_packed(layout, 64, 1, 2, CPU), torch.zeros(1, 2, tokens, 128)
     launch.store(data, x, torch.arange(tokens), None, layout.spec, role)
     (kernel,) = compiled["store"]

@@ -11,7 +11,7 @@ from calibrated_bases import based, random_basis
 from kvcompile.kernels.formats import bases, get_format, is_calibrated, of_heads
 from kvcompile.kernels.formats.base import HEAD_DIM
 from kvcompile.kernels.formats.bit_planes import WordPacking
-from kvcompile.kernels.formats.lloyd_max import COEFFICIENTS, scale_of_byte
+from kvcompile.kernels.formats.uniform import FIRST_SCALES, LARGEST_BYTE, NAN_BYTE, scale_of_byte
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
 from kvcompile.kernels.spec.attention import attend
 from kvcompile.kernels.spec.packing import pack_tokens, read_tokens, write_tokens
@@ -45,28 +45,35 @@ def test_planes_of_words_invert_pack(bits, head_dim):
     assert all(map(torch.equal, packing.planes(sections), planes))
 
 
-@pytest.mark.parametrize("bits", COEFFICIENTS)
-def test_centroids_are_close_to_lloyd_max(bits):
-    fmt = get_format(f"transform_{bits}000")
-    x = torch.special.ndtri((torch.arange(100000, dtype=torch.float64) + 0.5) / 100000).float()[:, None]
-    levels = fmt.levels(torch.arange(1 << bits, dtype=torch.uint8))
-    assert (levels - x).square().amin(-1).mean() < LLOYD_MAX[bits] * 1.012
+@pytest.mark.parametrize("bits", FIRST_SCALES)
+def test_levels_are_the_middles_of_equal_cells(bits):
+    levels = get_format(f"transform_{bits}000").levels(torch.arange(1 << bits, dtype=torch.uint8))
+    edges = torch.linspace(-1, 1, (1 << bits) + 1)
+    torch.testing.assert_close(levels, (edges[1:] + edges[:-1]) / 2)
 
 
-@pytest.mark.parametrize("bits", COEFFICIENTS)
+@pytest.mark.parametrize("bits", FIRST_SCALES)
 def test_the_best_of_three_scales_is_close_to_the_best_of_all_scales(bits):
     fmt = get_format(f"transform_{bits}000")
     x = vectors(1000, 32) * torch.logspace(-1.5, 1.5, 1000)[:, None]
     codes, scale, _ = fmt.quantize(x)
     size = x.square().sum(-1)
     error = ((fmt.levels(codes) * scale_of_byte(scale) - x).square().sum(-1) / size).mean()
-    levels = fmt.levels(torch.arange(1 << bits, dtype=torch.uint8)).sort()[0]
+    levels = fmt.levels(torch.arange(1 << bits, dtype=torch.uint8))
     middles = (levels[1:] + levels[:-1]) / 2
-    around = (16 * torch.log2(size[:, None] / 32) / 2).round() + torch.arange(112, 145)
-    every = scale_of_byte(around.clamp(1, 254).byte())[..., None]
-    decoded = levels[torch.bucketize(x[:, None] / every, middles)] * every
-    best = ((decoded - x[:, None]).square().sum(-1).amin(1) / size).mean()
-    assert error < {6: 1.25, 5: 1.12}.get(bits, 1.06) * best
+    every = scale_of_byte(torch.arange(60, 200))[:, None, None]
+    decoded = levels[torch.bucketize(x / every, middles)] * every
+    best = ((decoded - x).square().sum(-1).amin(0) / size).mean()
+    assert error < 1.03 * best
+    assert error < LLOYD_MAX[bits] * {6: 0.8}.get(bits, 1.0)
+
+
+def test_a_byte_of_a_scale_has_five_bits_of_an_exponent_and_three_of_a_mantissa():
+    exponent, mantissa = torch.arange(8, LARGEST_BYTE + 1) // 8, torch.arange(8, LARGEST_BYTE + 1) % 8
+    scales = scale_of_byte(torch.arange(256))
+    assert torch.equal(scales[8 : LARGEST_BYTE + 1], 2.0 ** (exponent - 15) * (1 + mantissa / 8))
+    assert torch.equal(scales[:8], torch.arange(8) * 2.0**-17)
+    assert scales[NAN_BYTE].isnan()
 
 
 @every_format
@@ -118,7 +125,7 @@ def test_a_vector_that_is_not_finite_decodes_to_nan_and_changes_no_other(name):
 def test_scales_saturate_beyond_their_range():
     fmt = get_format("transform_4000")
     _, scale, _ = fmt.quantize(torch.ones(1, 32) * torch.tensor([[1e-9], [1e9]]))
-    assert scale.tolist() == [[0], [254]]
+    assert scale.tolist() == [[0], [LARGEST_BYTE]]
 
 
 @pytest.mark.parametrize("residual", [None, Residual(1, 1, torch.float32)])
@@ -173,7 +180,7 @@ def test_the_plain_format_has_the_seed_and_the_bytes_of_the_calibrated_one():
     assert all(torch.equal(plain.encode(based_fmt.to_plain(x))[name], expected[name]) for name in expected)
     transform = based("transform_5310", num_heads=2, head_dim=64)
     plain, expected = get_format(transform.plain_name), transform.encode(x)
-    assert plain.name == "lloyd_max_531"
+    assert plain.name == "uniform_531"
     assert all(torch.equal(plain.encode(transform.to_plain(x))[name], expected[name]) for name in expected)
 
 

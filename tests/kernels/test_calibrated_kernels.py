@@ -17,8 +17,8 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.attention import attend
 from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
 
-WORDS = [("lloyd_max_531", 96), ("lloyd_max_4321", 128), ("lloyd_max_421", 96), ("lloyd_max_52", 64),
-         ("lloyd_max_6", 32), ("lloyd_max_5433", 64), ("lloyd_max_63", 128)]  # fmt: skip
+WORDS = [("uniform_531", 96), ("uniform_4321", 128), ("uniform_421", 96), ("uniform_52", 64),
+         ("uniform_6", 32), ("uniform_5433", 64), ("uniform_63", 128)]  # fmt: skip
 CALIBRATED = ["transform_4321", "transform_4200", "turboquant_3bit_mean", "int4_unrotated_mean"]
 PAIRS = [("transform_4321", "transform_4200"), ("turboquant_3bit_mean", "int3_unrotated_mean"),
          ("transform_5300", "int4_per_token_head"), ("int8_per_token_head", "transform_5310")]  # fmt: skip
@@ -79,9 +79,9 @@ def test_words_are_dequantized_as_by_the_specification(name, head_dim, role, dev
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lloyd_max_531", "lloyd_max_52"),
-        ("lloyd_max_421", "lloyd_max_63"),
-        ("lloyd_max_4321", "lloyd_max_5433"),  # four neighbouring columns of keys need different shifts
+        ("uniform_531", "uniform_52"),
+        ("uniform_421", "uniform_63"),
+        ("uniform_4321", "uniform_5433"),  # four neighbouring columns of keys need different shifts
     ],
 )
 def test_attention_on_words_agrees_with_the_specification(key, value, dtype, device):
@@ -228,7 +228,7 @@ def test_attention_that_may_see_unwritten_tokens_is_refused():
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_words_may_have_exact_tokens(tokens, device):
-    spec = "lloyd_max_4321[recent=1,sinks=1,bfloat16]"
+    spec = "uniform_4321[recent=1,sinks=1,bfloat16]"
     layouts = PackedLayout.parse(spec, "key", 64), PackedLayout.parse(spec, "value", 64)
     data, query = [], vectors(1, 4, 1, 64).bfloat16()
     for layout in layouts:

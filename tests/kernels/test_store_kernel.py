@@ -41,7 +41,7 @@ PADDED = [
     *[(f"turboquant_{bits}", 96) for bits in ("2.5bit", "3bit", "3.5bit_seed7", "4bit")],
     *[("turboquant_3bit", head_dim) for head_dim in (80, 112, 192, 256)],
     *[("int4_per_token_head", 192), ("int2_per_token_head", 144), ("int4_unrotated", 96), ("int3_unrotated", 48)],
-    *[("int2_per_group_32", 96), ("lloyd_max_531", 48), ("lloyd_max_42", 80), ("lloyd_max_4321", 96)],
+    *[("int2_per_group_32", 96), ("uniform_531", 48), ("uniform_42", 80), ("uniform_4321", 96)],
     ("int3_unrotated", 32),
 ]
 """Formats and head_dims whose planes, or pieces of planes, have padding in a tile, and two without padding."""

@@ -147,8 +147,8 @@ def test_planes_of_unequal_bits_become_the_levels_of_the_specification_in_halves
 
 @pytest.mark.parametrize("width", [8, 16, 24, 32, 64])
 @pytest.mark.parametrize("name", ["531", "4321", "421", "52", "5433", "6", "6433", "63", "6543", "5421"])
-def test_words_become_the_levels_of_the_specification_in_halves(name, width):
-    fmt = get_format(f"lloyd_max_{name}")
+def test_words_become_the_levels_of_the_specification(name, width):
+    fmt = get_format(f"uniform_{name}")
     ptx = packed_operand(fmt.name, "key", fmt.num_parts * width, False, 9).unpack_ptx
     shifts_differ = any(bits < 8 and width * bits // 8 % 4 for bits in fmt.packing.bits_of_sections)
     assert (ptx is None) == shifts_differ  # codes are then unpacked without PTX
@@ -160,4 +160,7 @@ def test_words_become_the_levels_of_the_specification_in_halves(name, width):
     outputs = [run(ptx[0], 2 * fmt.num_planes, *four) for four in zip(*registers, strict=True)]
     levels = planes_of_halves(outputs, fmt.num_planes)
     expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
-    torch.testing.assert_close(levels, expected, rtol=2**-11, atol=0)
+    torch.testing.assert_close(levels * fmt.gain, expected, rtol=0, atol=0)
+    outputs = [run(fmt.codec.integers_ptx[0], fmt.num_planes, *four) for four in zip(*registers, strict=True)]
+    integers = np.ascontiguousarray(np.array(outputs, np.uint32).T).view(np.int8).reshape(fmt.num_planes, width)
+    torch.testing.assert_close(torch.from_numpy(integers.copy()) * fmt.gain, expected, rtol=0, atol=0)

@@ -191,7 +191,7 @@ def content_of(file: Path) -> Any:
 
 
 WRONG_HEADERS = {
-    "another version": ({"version": "1"}, "has version 1 of the format, and this kvcompile reads 4"),
+    "another version": ({"version": "1"}, "has version 1 of the format, and this kvcompile reads 5"),
     "another kind of file": ({"format": "pt"}, "is not a cache"),
     "another Transformers": ({"transformers": "4.40.1"}, r"a cache of Transformers 4\.40\.1"),
     "another model": ({"author": "other"}, "author is 'other' in the file, and 'tiny' was expected"),

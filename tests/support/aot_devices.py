@@ -37,7 +37,7 @@ from kvcompile.kernels.spec.new_tokens import NewTokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels_by_gpu.json"
 HEAD_DIMS = (64, 96, 128, 256)
-WORDS = ("lloyd_max_4321", "lloyd_max_5421", "lloyd_max_6433", "lloyd_max_42")
+WORDS = ("uniform_4321", "uniform_5421", "uniform_6433", "uniform_42")
 """Formats of words, in which calibrated formats store their vectors."""
 
 PAIRS = (

@@ -69,6 +69,7 @@ _INSTRUCTIONS = {
     "mul.lo": lambda a, b: a * b,
     "prmt": _prmt,
     "lop3": _lop3,
+    "shf.r.wrap": lambda a, b, n: (b << 32 | a) >> (n & 31),
     "add.rn.f16x2": _halves(lambda a, b: a + b),
     "set.gt.f16x2.f16x2": _halves(lambda a, b: (a > b) * 1.0),
     "fma.rn.f32": _fma,
