@@ -117,7 +117,7 @@ def check(write: Write, batch: int, num_heads: int, *, by_tokens: bool) -> None:
         check_step(compiled, step, new, packed, plain, pos)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [(2, 3), (1, 3), (2, 1), (1, 1)], ids=str)
 @pytest.mark.parametrize("write", HEADS_FIRST)
 def test_an_index_of_all_heads_is_a_slice(write: Write, size: tuple[int, int]) -> None:

@@ -207,7 +207,7 @@ def test_a_cache_that_is_kept_from_a_long_request_serves_assisted_decoding_of_a_
     assert report.notes == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("make", [windowed, all_windowed])
 @pytest.mark.parametrize("room", [1, 12])
 def test_an_empty_cache_that_is_shorter_than_the_window_grows(make: Any, room: int) -> None:
