@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.kernels.attention.query import columns_of, first_columns, in_digits, scores_of_digits
-from kvcompile.kernels.attention.several_scales import (
-    accumulate_planes,
-    scaled_products_of,
-    scaled_scores_of_digits,
-)
+from kvcompile.kernels.attention.several_scales import accumulate_planes, scaled_products_of, scaled_scores_of_digits
 from kvcompile.kernels.lang.tiles import exp2_of_each, log2, transposed
 from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.levels import integers_of_bytes, unpack

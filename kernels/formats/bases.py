@@ -38,8 +38,8 @@ Matrix = Literal["to_stored", "from_stored", "query"]
 DIGEST_DIGITS = 12
 
 CODES = b"uniform"
-"""The codes of formats with matrices. A cache whose vectors have other codes, saved by another release with
-``torch.save``, thus names a basis that no process knows, and is not decoded wrongly."""
+"""The codes of formats with matrices, a part of the digest. If another release with other codes has saved a cache with
+``torch.save``, the cache names a basis with an unknown digest: reading it is an error, and not a wrong answer."""
 
 REFERENCE = rf"[0-9a-f]{{{DIGEST_DIGITS}}}(?:_heads\d+-\d+)?"
 """A regular expression for references to bases."""

@@ -4,8 +4,9 @@ A vector is cut into equal runs of channels, the planes. The name gives the bits
 stores codes of 5, 3 and 1 bits for the three thirds of a vector. Codes of one column, channel ``j`` of every plane,
 make one word (:class:`~kvcompile.kernels.formats.bit_planes.WordPacking`).
 
-A code of ``b`` bits numbers the ``2**b`` equal cells of the range from ``-scale`` to ``scale``, from the lowest on. Its
-level is the middle of the cell, in units of the scale. A number outside of the range takes the outermost cell.
+The range from ``-scale`` to ``scale`` is cut into ``2**b`` equal cells. A code of ``b`` bits is the number of a cell,
+counted from the lowest, and its level is the middle of the cell in units of the scale. A number outside of the range
+gets the code of the nearest cell.
 
 A scale is one byte, five bits of an exponent and three bits of a mantissa: the highest bits of an fp16 number after its
 sign. It is therefore below 2**16, and 255 is NaN. The formats are for vectors whose channels are close to N(0, 1), as
@@ -15,10 +16,11 @@ The encoder tries three neighbouring scales, and takes the one with the least sq
 and the largest of them differs between vectors. For codes of three bits and more, the scales are near the largest
 channel; for fewer bits, near a multiple of the root mean square.
 
-Kernels find a level with few instructions: ``2 * code + 1`` at the top of a byte is the level in units of 1/128. The
-error is larger than the error of Lloyd-Max centroids with the best of three scales. In planes of 32 channels of
-N(0, 1), it is larger by 0 %, 2 %, 14 %, 24 %, 23 % and 9 % for codes of 1 to 6 bits. Planes of few bits have most of
-the error of ``transform_*``, so that the divergence of a model rises by about a tenth.
+Kernels need few instructions for a level: it is a multiple of 1/128, and the bits of ``2 * code + 1`` at the top of a
+byte are this multiple plus 128. The price is a larger error. For codes of 1 to 6 bits in planes of 32 channels of
+N(0, 1), it exceeds the error of Lloyd-Max centroids, also with the best of three scales, by 0 %, 2 %, 14 %, 24 %, 23 %
+and 9 %. Planes of few bits have most of the error of ``transform_*``. With these formats, the divergence of a model is
+therefore only about a tenth larger than with Lloyd-Max centroids.
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ UNITS = 128
 """Levels are multiples of ``1 / UNITS``. Kernels multiply these integers."""
 
 FIRST_SCALES = {1: 1.6, 2: 2.0, 3: 1.0, 4: 1.08, 5: 1.08, 6: 1.08}
-"""The scale around which the encoder tries three, by bits per code. Up to LARGEST_BY_RMS bits it is in units of the
-root mean square of a plane, and otherwise of the largest channel."""
+"""The second of the three scales that the encoder tries, by bits per code. Up to LARGEST_BY_RMS bits it is in units of
+the root mean square of a plane, and for more bits in units of its largest channel."""
 
 LARGEST_BY_RMS = 2
+"""The most bits per code with which scales follow the root mean square."""
 
 
 @jit

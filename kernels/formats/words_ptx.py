@@ -1,9 +1,9 @@
 """PTX text that unpacks words of unequal planes into levels, four columns at once.
 
 The bits of a plane are collected at the top of the bytes of one register, a code in each byte, and the next bit is set:
-the byte is then ``128 * (level + 1)`` (:mod:`kvcompile.kernels.formats.uniform`). With its highest bit inverted it is
-the signed integer ``128 * level``. As the low byte of an fp16 number above 1024 it takes no conversion: 1152 is
-subtracted.
+the byte is then ``128 * (level + 1)`` (:mod:`kvcompile.kernels.formats.uniform`). With its highest bit inverted, it is
+the signed integer ``128 * level``. An fp16 number with this low byte, and the high byte of 1024, is 1024 plus the byte.
+Subtracting 1152 makes it ``128 * level``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ def halves_of_words(packing: WordPacking) -> str:
             bits by which these bytes must be shifted.
     """
     writer = _Writer()
+    minus_1152 = writer.new()
+    writer.add(f"mov.b32 {minus_1152}, 0xe480e480;")
     tiles = _tiles(writer, packing, 2 * packing.num_planes)
     for plane in range(packing.num_planes):
         code = _collect(writer, tiles, *packing.fields[plane], inverted=0)
         for output, selector in ((2 * plane, "0x4140"), (2 * plane + 1, "0x4342")):  # 0x64 is the high byte of 1024
             number = writer.new()
             writer.add(f"prmt.b32 {number}, {code}, 0x64646464, {selector};")
-            writer.add(f"add.rn.f16x2 ${output}, {number}, {writer.minus_1152};")
+            writer.add(f"add.rn.f16x2 ${output}, {number}, {minus_1152};")
     return writer.text
 
 
@@ -53,8 +55,6 @@ class _Writer:
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._registers: list[str] = []
-        self.minus_1152 = self.new()
-        self.add(f"mov.b32 {self.minus_1152}, 0xe480e480;")
 
     def new(self) -> str:
         """The name of another register."""
@@ -94,7 +94,7 @@ def _tiles(writer: _Writer, packing: WordPacking, operand: int) -> list[_Tile]:
             operand += 1
             if bits < 8:
                 shifted = writer.new()
-                # The lowest five bits of four equal bytes below 8 are the byte.
+                # It shifts by the lowest five bits of the last register, whose four bytes are equal and below 8.
                 writer.add(f"shf.r.wrap.b32 {shifted}, {register}, {register}, ${operand};")
                 operand, register = operand + 1, shifted
             tiles.append(_Tile(register, first + begin, min(bits, 8)))

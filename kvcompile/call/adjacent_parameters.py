@@ -11,7 +11,6 @@ no longer change the parameter. If parameters that cannot be moved replace other
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -64,11 +63,8 @@ def adjacent_of(tensors: Sequence[Tensor]) -> Tensor | None:
     return known.whole if known is not None and known.holds(tensors) else None
 
 
-def why_not_adjacent(tensors: Sequence[Any], *, collects_garbage: bool = True) -> str | None:
-    """Why ``tensors`` are not adjacent and cannot be moved; None if they are or can be.
-
-    A compilation leaves reference cycles. With ``collects_garbage`` their tensors are freed, and do not count as users.
-    """
+def why_not_adjacent(tensors: Sequence[Any]) -> str | None:
+    """Why ``tensors`` are not adjacent and cannot be moved; None if they are or can be."""
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_contiguous() for tensor in tensors):
         return "they are not all contiguous plain tensors"
     if any(tensor.is_inference() for tensor in tensors):
@@ -80,18 +76,9 @@ def why_not_adjacent(tensors: Sequence[Any], *, collects_garbage: bool = True) -
     known = [_adjacent[tensor] for tensor in tensors if tensor in _adjacent]
     if any(other.is_complete and not other.is_of(tensors) for other in known):
         return "another compiled graph merges them with other projections"
-    if adjacent_of(tensors) is None and _are_used_elsewhere(tensors, collects_garbage):
+    if adjacent_of(tensors) is None and any(num_users(tensor) > 1 for tensor in tensors):
         return "another tensor uses their memory, such as the tensors of a state_dict() that is still referenced"
     return None
-
-
-def _are_used_elsewhere(tensors: Sequence[Tensor], collects_garbage: bool) -> bool:
-    """Whether other tensors use the memory of ``tensors``."""
-    used = any(num_users(tensor) > 1 for tensor in tensors)
-    if used and collects_garbage:
-        gc.collect()
-        used = any(num_users(tensor) > 1 for tensor in tensors)
-    return used
 
 
 def move_together(tensors: Sequence[Tensor]) -> Tensor:
@@ -154,7 +141,7 @@ class AdjacentParameters:
         copies: dict[int, Tensor] = {}
         for first, group in self._groups.items():
             tensors = [args[place] for place in group]
-            reason = why_not_adjacent(tensors, collects_garbage=first not in self._copies)
+            reason = why_not_adjacent(tensors)
             if reason is None:
                 whole = adjacent_of(tensors)
                 wholes[first] = move_together(tensors) if whole is None else whole

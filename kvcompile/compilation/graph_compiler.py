@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
@@ -101,6 +102,7 @@ class GraphCompiler:
         self.options = options
         self.generate_code = generate_code
         self.original, self.original_inputs = gm, example_inputs
+        self._has_collected = False
         self.marked = copied_graph(gm)  # compile_fx takes ownership of its graph
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.shards = LocalShards(self.marked, example_inputs, sources)
@@ -307,7 +309,12 @@ class GraphCompiler:
         """Whether a call can keep the inputs of the ATen graph at ``places`` adjacent in memory."""
         indices = [self.inputs[place].dynamo_index for place in places]
         given = self.shards.of(self.original_inputs)
-        reason = why_not_adjacent([None if index is None else given[index] for index in indices])
+        tensors = [None if index is None else given[index] for index in indices]
+        reason = why_not_adjacent(tensors)
+        if reason is not None and not self._has_collected:
+            gc.collect()  # reference cycles of earlier compilations may hold the parameters; once is enough for a graph
+            self._has_collected = True
+            reason = why_not_adjacent(tensors)
         if reason is not None:
             names = ", ".join(self.inputs[place].source for place in places)
             report.note(f"merge_projections: {names} stay apart: {reason}")
